@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from tests.support import emulator
+from tests.support.server import NewRanks
 from tests.support.slow import left_out
+from tests.support.stand_ins import StandIns
 from tokenloom.runtime.processes import RankPool
 
 CPU_RANKS = NETWORK_RANKS = 4
@@ -120,6 +122,12 @@ def ranks(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> A
 
 
 @pytest.fixture
+def two(pools: Callable[[str], RankPool]) -> Ranks:
+    """Two processes over gloo."""
+    return Ranks(pools("cpu"), 2)
+
+
+@pytest.fixture
 def four(pools: Callable[[str], RankPool]) -> Ranks:
     """Four processes over gloo, which make two nodes of two."""
     return Ranks(pools("cpu"), NETWORK_RANKS)
@@ -130,6 +138,38 @@ def six() -> Iterator[Ranks]:
     """Six ranks: three nodes of two, of which sums over nodes tell their order, or two of three, for sums within."""
     with RankPool(6, "cpu") as pool:
         yield Ranks(pool, 6)
+
+
+@pytest.fixture
+def stand_ins() -> Iterator[StandIns]:
+    """In place of the GPUs of four ranks of backend "nvlink"; each launch is kept."""
+    with StandIns(4) as made, torch.no_grad():
+        made.keeps = True
+        yield made
+
+
+@pytest.fixture
+def new_three() -> NewRanks:
+    """Three processes that end with the test."""
+    return NewRanks(3)
+
+
+@pytest.fixture
+def new_four() -> NewRanks:
+    """Four processes that end with the test."""
+    return NewRanks(4)
+
+
+@pytest.fixture
+def emulated_two() -> Any:
+    """Two ranks on the emulator, also where other groups are not."""
+    return emulator.ranks(2)
+
+
+@pytest.fixture
+def emulated_four() -> Any:
+    """Four of them."""
+    return emulator.ranks(4)
 
 
 def _hopper_params() -> list[Any]:
@@ -284,3 +324,12 @@ def device(request: pytest.FixtureRequest) -> str:
         # Autograd's own thread has no CUDA context before its first kernel; if a cuBLAS call comes first, torch warns.
         torch.ones(1, device="cuda", requires_grad=True).exp().backward()
     return request.param
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small tensors, which several threads of torch only delay."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

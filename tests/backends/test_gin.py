@@ -13,6 +13,7 @@ import torch
 import tokenloom as tl
 from tests.support import emulator
 from tests.support.cases import BF16, FP8, FP32, Case, expert_rows, make_problem, order_of, same_bits, same_routed
+from tests.support.on_ranks import on_ranks
 from tokenloom import reference
 from tokenloom.backends.gin import availability, backend, memory, registration
 from tokenloom.backends.gin.sizes import NodeSizes
@@ -178,13 +179,10 @@ def check_out(context: RankContext, way: str = "gin") -> None:
     same_bits(home, wanted[context.rank], "sums")
 
 
+@on_ranks("emulated_four")
 @pytest.mark.slow
-def test_calls_of_a_serving_loop() -> None:
+def test_calls_of_a_serving_loop(context: RankContext) -> None:
     """From the second on they are launched with nothing around them, and results stay those of the reference."""
-    emulator.ranks(4).run(check_loop)
-
-
-def check_loop(context: RankContext) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with comm_of(context, problem.plan) as comm, torch.no_grad():
         made: Any = comm.engine._backend
@@ -195,12 +193,9 @@ def check_loop(context: RankContext) -> None:
                 made.send_dispatch = made.send_combine = None
 
 
-def test_halves() -> None:
+@on_ranks("emulated_four")
+def test_halves(context: RankContext) -> None:
     """Two calls are open at once, and received in either order."""
-    emulator.ranks(4).run(check_halves)
-
-
-def check_halves(context: RankContext) -> None:
     problem = make_problem(CASE, context.num_ranks)
     capacity = problem.rows_needed("slots")
     want = problem.dispatched("slots", capacity=capacity)
@@ -212,11 +207,8 @@ def check_halves(context: RankContext) -> None:
             same_routed(routed, want[context.rank], problem.plan)
 
 
-def test_exact_sizes_read_on_the_host() -> None:
-    emulator.ranks(4).run(check_exact)
-
-
-def check_exact(context: RankContext) -> None:
+@on_ranks("emulated_four")
+def test_exact_sizes_read_on_the_host(context: RankContext) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with comm_of(context, problem.plan, checked=True) as comm:
         routed = comm.dispatch(*problem.arguments(context), layout="rank")
@@ -295,12 +287,9 @@ def check_combines(context: RankContext, odd: int, way: str = "gin") -> None:
         there_and_back(context, comm, problem, "slots")
 
 
-def test_weights_that_come_later_are_refused() -> None:
+@on_ranks("emulated_four")
+def test_weights_that_come_later_are_refused(context: RankContext) -> None:
     """Before the ranks that make another call wait for it."""
-    emulator.ranks(4).run(check_late_weights)
-
-
-def check_late_weights(context: RankContext) -> None:
     problem = make_problem(CASE, context.num_ranks)
     x, ids, weights = problem.arguments(context)
     with comm_of(context, problem.plan) as comm:
@@ -390,11 +379,8 @@ def check_missing(context: RankContext) -> Any:
     return timeout.value.peers, timeout.value.nodes
 
 
-def test_layers_say_at_once_that_they_need_more() -> None:
-    emulator.ranks(4).run(check_layers)
-
-
-def check_layers(context: RankContext) -> None:
+@on_ranks("emulated_four")
+def test_layers_say_at_once_that_they_need_more(context: RankContext) -> None:
     sizes = {"num_experts": 8, "hidden": 128, "intermediate": 128, "top_k": 2, "max_tokens_per_rank": 8}
     with pytest.raises(tl.InvalidArgument, match="needs combine by 'all_to_all', this backend has per_node"):
         tl.ExpertParallelMoE(
@@ -402,11 +388,8 @@ def check_layers(context: RankContext) -> None:
         )
 
 
-def test_what_it_has_not() -> None:
-    emulator.ranks(4).run(check_refusals)
-
-
-def check_refusals(context: RankContext) -> None:
+@on_ranks("emulated_four")
+def test_what_it_has_not(context: RankContext) -> None:
     problem = make_problem(CASE, context.num_ranks)
     x, ids, weights = problem.arguments(context)
     capacity = problem.rows_needed("slots")
@@ -432,12 +415,9 @@ def check_refusals(context: RankContext) -> None:
 # -- lifetimes ------------------------------------------------------------------------------------------------------
 
 
-def test_one_communicator_after_the_other() -> None:
+@on_ranks("emulated_four")
+def test_one_communicator_after_the_other(context: RankContext) -> None:
     """Signals of a process group stay as the last communicator on it has left them, and its window may come again."""
-    emulator.ranks(4).run(check_second)
-
-
-def check_second(context: RankContext) -> None:
     for seed in range(3):
         problem = make_problem(replace(CASE, seed=seed), context.num_ranks)
         with comm_of(context, problem.plan) as comm:
@@ -447,13 +427,10 @@ def check_second(context: RankContext) -> None:
         torch.distributed.barrier()
 
 
+@on_ranks("emulated_four")
 @pytest.mark.slow
-def test_a_close_hears_of_a_wait_that_has_expired() -> None:
+def test_a_close_hears_of_a_wait_that_has_expired(context: RankContext) -> None:
     """Also if nobody has asked for it: the rank that is late may still put to the window."""
-    emulator.ranks(4).run(check_unread)
-
-
-def check_unread(context: RankContext) -> None:
     problem = make_problem(CASE, context.num_ranks)
     comm = comm_of(context, problem.plan, timeout_s=SOON_S)
     made: Any = comm.engine._backend
@@ -499,11 +476,8 @@ def test_sizes_that_the_probe_takes() -> None:
         assert DispatchNetworkVariant(plan, ranks_per_node, x_dtype=BF16).spec().shared_bytes <= MAX_SHARED_BYTES
 
 
-def test_graphs_keep_what_their_kernels_use() -> None:
-    emulator.ranks(4).run(check_kept)
-
-
-def check_kept(context: RankContext) -> None:
+@on_ranks("emulated_four")
+def test_graphs_keep_what_their_kernels_use(context: RankContext) -> None:
     with comm_of(context, make_problem(CASE, context.num_ranks).plan) as comm:
         made: Any = comm.engine._backend
         kept = made._launcher.keep_with_graphs

@@ -30,6 +30,7 @@ from tests.support.cases import (
     same_routed,
 )
 from tests.support.layer_cases import LayerCase, make_inputs, make_layer
+from tests.support.on_ranks import on_ranks
 from tests.support.slow import mostly_slow
 from tokenloom import reference
 from tokenloom.backends.gin import availability, memory, registration
@@ -239,13 +240,10 @@ def check_layer(context: RankContext, strategy: tl.Strategy) -> None:
         assert strategy.combine == "per_node" or torch.equal(ours, plain)
 
 
+@on_ranks("four")
 @pytest.mark.parametrize("way", ["collective", "network"])
-def test_gradients_per_node(four: Ranks, way: str) -> None:
+def test_gradients_per_node(context: RankContext, way: str) -> None:
     """Of tokens: added within nodes first, in the order that the reference has, and a row per node comes home."""
-    four.run(check_gradients_per_node, way)
-
-
-def check_gradients_per_node(context: RankContext, backend: str) -> None:
     plan, weights = Plan(4, 4, hidden=8, top_k=3, max_tokens_per_rank=1), torch.ones(1, 3)
     ids = [torch.tensor([[0, 2, 3]])] + [torch.empty(0, 3, dtype=torch.int64)] * 3
     one = torch.zeros(1, 8)
@@ -255,21 +253,21 @@ def check_gradients_per_node(context: RankContext, backend: str) -> None:
     dispatched = reference.dispatch(plan, xs, ids, None, "expert")
     factors = [2.0, 0.0, 2.0**31, -(2.0**31)]
     grads = [factor * each.tokens for factor, each in zip(factors, dispatched, strict=True)]
-    with make_comm(context, backend, plan, ranks_per_node=2) as comm:
+    with make_comm(context, way, plan, ranks_per_node=2) as comm:
         for combine, mode in (("dedup", "per_rank"), ("per_node", "per_node")):
             x = xs[context.rank].clone().requires_grad_()
             options = RunOptions(tl.Strategy(combine=combine))
             w1, w2 = one[None], large * one.t()[None]
             there = weights[: len(x)]
             out = routed_experts(comm, options, x, ids[context.rank], there, w1, w2, activation="relu2")
-            sent = sent_rows(comm) if backend == "network" else SentRows()
+            sent = sent_rows(comm) if way == "network" else SentRows()
             sent.between_nodes = 0
             out.backward(one[: len(x)])
             nodes = comm.engine.ranks.topology.nodes
             wanted = reference.combine(plan, grads, dispatched, ids, None, mode=mode, nodes=nodes)[context.rank]
             same_bits(x.grad, wanted, mode)
             assert wanted.sum() == (2.0 if mode == "per_node" and context.rank == 0 else 0.0)
-            if backend == "network":
+            if way == "network":
                 assert sent.between_nodes == [1, 0, 1 if mode == "per_node" else 2, 0][context.rank]
 
 
@@ -294,12 +292,9 @@ def train(
     return [tensor for tensor in found if tensor is not None]
 
 
-def test_mega_moe(four: Ranks) -> None:
+@on_ranks("four")
+def test_mega_moe(context: RankContext) -> None:
     """Its calls in plain torch, over nodes: the same bits."""
-    four.run(check_mega_moe)
-
-
-def check_mega_moe(context: RankContext) -> None:
     sizes = {"num_experts": 8, "hidden": 128, "intermediate": 128, "top_k": 3, "max_tokens_per_rank": 8}
     generator = torch.Generator().manual_seed(context.rank)
     w1, w2 = (torch.randn(2, rows, 128, generator=generator).bfloat16() for rows in (256, 128))
@@ -355,12 +350,9 @@ def check_hosts(context: RankContext, hosts: str, backend: str, texts: Sequence[
                 Communicator(context.group, backend="network", **SIZES)
 
 
-def test_ranks_that_see_different_nodes(four: Ranks) -> None:
+@on_ranks("four")
+def test_ranks_that_see_different_nodes(context: RankContext) -> None:
     """Which ranks, and what each sees. Rows go straight then, and hosts are the nodes of sums."""
-    four.run(check_different_views)
-
-
-def check_different_views(context: RankContext) -> None:
     places = [Place("a", "w", ("x",)), Place("a", "x"), Place("b", "y"), Place("b", "z")]  # 0 cannot reach 1
     doubt = "ranks see different nodes: rank 0 sees rank 0 on its node, rank 1 sees ranks 0, 1; pass ranks_per_node"
     with mock.patch("tokenloom.runtime.topology.Place.own", return_value=places[context.rank]):
@@ -375,23 +367,17 @@ def check_different_views(context: RankContext) -> None:
             assert comm.backend == "network"
 
 
-def test_one_node_says_nothing_of_nodes(four: Ranks) -> None:
-    four.run(check_one_node)
-
-
-def check_one_node(context: RankContext) -> None:
+@on_ranks("four")
+def test_one_node_says_nothing_of_nodes(context: RankContext) -> None:
     with Communicator(context.group, **SIZES) as comm:
         assert comm.backend == "collective"
         assert "network" not in comm.describe()
         assert "node" not in comm.describe()
 
 
-def test_wrong_arguments(four: Ranks) -> None:
+@on_ranks("four")
+def test_wrong_arguments(context: RankContext) -> None:
     """Each on all ranks alike, or with the rank that differs."""
-    four.run(check_arguments)
-
-
-def check_arguments(context: RankContext) -> None:
     with pytest.raises(tl.InvalidArgument, match="ranks_per_node is 3, expected a divisor of 4, the ranks"):
         Communicator(context.group, ranks_per_node=3, **SIZES)
     with pytest.raises(tl.PlanMismatch, match=r"rank 3.*ranks_per_node"):
@@ -401,12 +387,9 @@ def check_arguments(context: RankContext) -> None:
 # -- what crosses nodes ---------------------------------------------------------------------------------------------
 
 
-def test_transports(four: Ranks) -> None:
+@on_ranks("four")
+def test_transports(context: RankContext) -> None:
     """By kind of peer, in describe() and as a property; one that is forced and cannot be is an error of all ranks."""
-    four.run(check_transports)
-
-
-def check_transports(context: RankContext) -> None:
     both = {"own node": "collective", "other nodes": "collective"}
     for transport in ("auto", "collective"):
         for backend in ("auto", "collective"):
@@ -425,12 +408,9 @@ def check_transports(context: RankContext) -> None:
         Communicator(context.group, transport="tcp", **SIZES)
 
 
-def test_nvlink_between_nodes_is_refused(four: Ranks) -> None:
+@on_ranks("four")
+def test_nvlink_between_nodes_is_refused(context: RankContext) -> None:
     """On all ranks, with who lies where; and where nothing crosses, but not by NVLink."""
-    four.run(check_nvlink)
-
-
-def check_nvlink(context: RankContext) -> None:
     where = r"there are 2 nodes: ranks? 0, 1 on node 0, ranks? 2, 3 on node 1; use transport='auto'"
     for backend in ("auto", "network", "nvlink"):
         with pytest.raises(tl.BackendUnavailable, match=where):
@@ -441,12 +421,10 @@ def check_nvlink(context: RankContext) -> None:
         Communicator(context.group, backend="collective", transport="nvlink", **SIZES)
 
 
-def test_gin_is_refused(four: Ranks) -> None:
+@on_ranks("four")
+def test_gin_is_refused(context: RankContext) -> None:
     """With the first rank that could not use it, and what it lacks. Other transports are not blamed."""
-    four.run(check_gin)
 
-
-def check_gin(context: RankContext) -> None:
     def examine(device: torch.device) -> Availability:
         return Availability("gin", context.rank < 2, "no RDMA card")
 
@@ -475,12 +453,9 @@ def check_gin(context: RankContext) -> None:
         Communicator(context.group, transport="gin", ranks_per_node=2, **sizes)
 
 
-def test_a_rank_that_fails_takes_all_to_the_next(four: Ranks) -> None:
+@on_ranks("four")
+def test_a_rank_that_fails_takes_all_to_the_next(context: RankContext) -> None:
     """Nobody keeps a half of a backend; whoever asked for it hears which rank failed, and why."""
-    four.run(check_failing)
-
-
-def check_failing(context: RankContext) -> None:
     fails = {"side_effect": RuntimeError("no room")} if context.rank == 2 else {"wraps": NodeExchange}
     with mock.patch.object(network_backend, "NodeExchange", **fails):
         with pytest.raises(tl.BackendUnavailable, match=r"network does not work on rank 2: it failed .* no room"):
@@ -524,12 +499,9 @@ def check_masked(context: RankContext, when: str, masked: list[int]) -> None:
         same_bits(comm.combine(ys[context.rank], routed, mode=mode), outs[context.rank], mode)
 
 
-def test_a_rank_comes_back_to_its_node(four: Ranks) -> None:
+@on_ranks("four")
+def test_a_rank_comes_back_to_its_node(context: RankContext) -> None:
     """It has found out no nodes by itself, and gets those of the others."""
-    four.run(check_coming_back)
-
-
-def check_coming_back(context: RankContext) -> None:
     options = {"backend": "network", "checked": True}
     with on_hosts("aabb", context.rank):
         comm = Communicator(context.group, **SIZES, **options)

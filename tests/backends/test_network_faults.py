@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 
 import tokenloom as tl
+from tests.comm.test_on_timeout import Death
 from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, make_comm, make_problem
+from tests.support.on_ranks import on_ranks
 from tests.support.patience import only_late
 from tests.support.slow import mostly_slow
 from tokenloom.backends.handshake import handshake
@@ -90,7 +92,7 @@ def check_missing(context: RankContext, dead: list[int], phase: str, streams: bo
         out.sum().backward()
 
     if context.rank in dead:
-        with stopping(phase), suppress(Stop):
+        with stopping(phase), suppress(Death):
             calls()
         return None
     with only_late(dead), pytest.raises((tl.PeerTimeout, tl.CommunicatorBroken)) as failed:
@@ -114,12 +116,9 @@ def test_who_is_missing_where_streams_wait(four: Ranks, phase: str) -> None:
     assert {each for each, _ in said} == {phase}
 
 
-def test_a_fault_where_streams_wait(four: Ranks) -> None:
+@on_ranks("four")
+def test_a_fault_where_streams_wait(context: RankContext) -> None:
     """As over NCCL: a rank that fails in the middle of a call ends the others' wait, long before the deadline."""
-    four.run(check_fault_on_streams)
-
-
-def check_fault_on_streams(context: RankContext) -> None:
     group = dist.new_group(list(range(context.num_ranks)), timeout=timedelta(seconds=8))
     ranks = RankGroup(group, device=context.device, open_timeout_s=60)
     ranks._deadline_is_ours = False
@@ -132,15 +131,12 @@ def check_fault_on_streams(context: RankContext) -> None:
     assert error.value.rank == 2
 
 
+@on_ranks("four")
 @pytest.mark.parametrize("call", ["dispatch", "object", "bytes of an object"])
-def test_answers_that_are_stale(four: Ranks, call: str) -> None:
+def test_answers_that_are_stale(context: RankContext, call: str) -> None:
     """As over NCCL, where the abort of one rank ends the collective of all: what they get is of earlier collectives.
     They name who is missing, whatever the words say.
     """
-    four.run(check_stale, call)
-
-
-def check_stale(context: RankContext, call: str) -> None:
     ranks, other = groups_over_streams(context)
     if context.rank == 3:
         return
@@ -154,12 +150,9 @@ def check_stale(context: RankContext, call: str) -> None:
     assert not other.is_broken
 
 
-def test_stale_answers_behind_a_fault(four: Ranks) -> None:
+@on_ranks("four")
+def test_stale_answers_behind_a_fault(context: RankContext) -> None:
     """The rank that failed has said why."""
-    four.run(check_stale_fault)
-
-
-def check_stale_fault(context: RankContext) -> None:
     ranks, _ = groups_over_streams(context)
     if context.rank == 0:
         ranks.abort(MemoryError("no room for rows"))
@@ -209,20 +202,14 @@ def stale(ranks: RankGroup, call: str) -> Iterator[None]:
         yield
 
 
-class Stop(BaseException):
-    """Ends a rank in the middle of a call as if its process had ended: nobody tells the others."""
-
-    known_to_all = True
-
-
 @contextmanager
 def stopping(at: str) -> Iterator[None]:
-    """Stop before the transfer of this phase."""
+    """Die before the transfer of this phase."""
 
     def before(real: Any) -> Any:
         def start(ranks: RankGroup, *arguments: Any, **options: Any) -> Any:
             if at in arguments:
-                raise Stop
+                raise Death
             return real(ranks, *arguments, **options)
 
         return start
@@ -237,13 +224,10 @@ def stopping(at: str) -> Iterator[None]:
 # -- faults ---------------------------------------------------------------------------------------------------------
 
 
+@on_ranks("four")
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
-def test_a_fault_between_the_hops(four: Ranks, call: str) -> None:
+def test_a_fault_between_the_hops(context: RankContext, call: str) -> None:
     """A rank that fails with rows of others in its hands ends the call for all, at once and with its reason."""
-    four.run(check_fault, call)
-
-
-def check_fault(context: RankContext, call: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     comm = make_comm(in_a_group_of_their_own(context), "network", problem.plan)
     if call == "combine":
@@ -266,20 +250,35 @@ def check_fault(context: RankContext, call: str) -> None:
 # -- many calls -----------------------------------------------------------------------------------------------------
 
 
+@on_ranks("four")
 @pytest.mark.parametrize("on_timeout", mostly_slow(["raise", "mask"], [], ["mask"]))
-def test_memory_does_not_grow(four: Ranks, on_timeout: str) -> None:
+def test_memory_does_not_grow(context: RankContext, on_timeout: Any) -> None:
     """What a call leaves behind would be there once for each step: an object, or rows of 16 KiB."""
-    four.run(check_memory, on_timeout)
+    problem = make_problem(replace(CASE, hidden=4096), context.num_ranks)
+    comm = make_comm(context, "network", problem.plan, on_timeout=on_timeout)
+    x, ids, weights = problem.arguments(context)
+    assert isinstance(x, torch.Tensor)
+    x.requires_grad_()
+
+    def take(steps: int) -> tuple[int, int]:
+        for _ in range(steps):
+            routed = comm.dispatch(x, ids, weights)
+            comm.combine(routed.tokens, routed, mode="per_node").sum().backward()
+            x.grad = None
+        gc.collect()
+        return len(gc.get_objects()), allocated_bytes()
+
+    took = [take(20) for _ in range(4)]
+    objects, num_bytes = ([after[i] - before[i] for before, after in pairwise(took)] for i in (0, 1))
+    assert min(objects) < 20, objects
+    assert min(num_bytes) < 20 * 2 * 4 * 4096, f"{num_bytes}: two rows a step; a rank receives more than ten"
 
 
+@on_ranks("four")
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])
-def test_a_closed_communicator_lets_go_of_its_group(four: Ranks, on_timeout: str) -> None:
+def test_a_closed_communicator_lets_go_of_its_group(context: RankContext, on_timeout: str) -> None:
     """Threads of gloo end with the last reference to their process group. One that is still at work while Python ends
     aborts the process, though it has called destroy_process_group."""
-    four.run(check_reference, on_timeout)
-
-
-def check_reference(context: RankContext, on_timeout: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     own = in_a_group_of_their_own(context)
     comm = make_comm(own, "network", problem.plan, on_timeout=on_timeout)
@@ -308,24 +307,3 @@ def allocated_bytes() -> int:
     mallinfo2.restype = AllocatorState
     state = mallinfo2()
     return int(state.in_use + state.hblkhd)
-
-
-def check_memory(context: RankContext, on_timeout: Any) -> None:
-    problem = make_problem(replace(CASE, hidden=4096), context.num_ranks)
-    comm = make_comm(context, "network", problem.plan, on_timeout=on_timeout)
-    x, ids, weights = problem.arguments(context)
-    assert isinstance(x, torch.Tensor)
-    x.requires_grad_()
-
-    def take(steps: int) -> tuple[int, int]:
-        for _ in range(steps):
-            routed = comm.dispatch(x, ids, weights)
-            comm.combine(routed.tokens, routed, mode="per_node").sum().backward()
-            x.grad = None
-        gc.collect()
-        return len(gc.get_objects()), allocated_bytes()
-
-    took = [take(20) for _ in range(4)]
-    objects, num_bytes = ([after[i] - before[i] for before, after in pairwise(took)] for i in (0, 1))
-    assert min(objects) < 20, objects
-    assert min(num_bytes) < 20 * 2 * 4 * 4096, f"{num_bytes}: two rows a step; a rank receives more than ten"

@@ -19,6 +19,7 @@ from tests.comm.test_on_timeout import CASE, LONG_S, TIMEOUT_S, Death, dying
 from tests.conftest import Ranks
 from tests.support.cases import Problem, expert_rows, make_comm, make_problem, same_bits, same_routed
 from tests.support.layer_cases import LayerCase, make_layer
+from tests.support.on_ranks import on_ranks
 from tests.support.patience import done, when_done, with_late
 from tests.support.slow import mostly_slow
 from tokenloom import reference
@@ -105,14 +106,12 @@ def check_death(
     return had, had and equal[0]
 
 
+@on_ranks("four")
 @pytest.mark.parametrize("combine", mostly_slow(["dedup", "reduce_scatter", "all_to_all", "per_node"], ["per_node"]))
 @pytest.mark.parametrize("dispatch", mostly_slow(["dedup", "all_gather", "all_to_all"], ["all_gather"]))
-def test_death_in_a_backward(four: Ranks, dispatch: str, combine: str) -> None:
+def test_death_in_a_backward(context: RankContext, dispatch: str, combine: str) -> None:
     """With gradients of others in its hands, however payloads travel: as if it had been masked before."""
-    four.run(check_backward, tl.Strategy(dispatch, combine))
-
-
-def check_backward(context: RankContext, strategy: tl.Strategy) -> None:
+    strategy = tl.Strategy(dispatch, combine)
     found, hop = [], 2 if strategy.combine == "reduce_scatter" else 3  # whose gradient goes straight, by one transfer
     for on_timeout in WAYS:
         sizes: dict[str, Any] = {"num_experts": 8, "hidden": 16, "top_k": 3, "max_tokens_per_rank": 8}
@@ -164,12 +163,9 @@ def check_late(context: RankContext, place: str) -> None:
     done(comm.engine.ranks)
 
 
-def test_halves(four: Ranks) -> None:
+@on_ranks("four")
+def test_halves(context: RankContext) -> None:
     """The first half does all of a call: x may change behind it, and two calls may be open when a rank dies."""
-    four.run(check_halves)
-
-
-def check_halves(context: RankContext) -> None:
     comm, problem = make(context)
     first, x = comm.dispatch(*problem.arguments(context)), problem.xs[context.rank].clone()
     want = problem.dispatched("expert")
@@ -190,12 +186,9 @@ def check_halves(context: RankContext) -> None:
         pair(context, comm, problem, [0], layout)
 
 
-def test_overflow_of_a_dispatch_that_is_made_again(four: Ranks) -> None:
+@on_ranks("four")
+def test_overflow_of_a_dispatch_that_is_made_again(context: RankContext) -> None:
     """Rows that were lost with a rank overflow nothing."""
-    four.run(check_overflow)
-
-
-def check_overflow(context: RankContext) -> None:
     comm, problem = make(context)
     rest = without(problem, [2])
     capacity = rest.rows_needed("token")
@@ -213,12 +206,9 @@ def check_overflow(context: RankContext) -> None:
     comm.check()
 
 
-def test_back_again(four: Ranks) -> None:
+@on_ranks("four")
+def test_back_again(context: RankContext) -> None:
     """A rank that was lost comes back, and rows take their rails again."""
-    four.run(check_back_again)
-
-
-def check_back_again(context: RankContext) -> None:
     comm, problem = make(context)
     if context.rank == 3:
         with mock.patch.object(Links, "start", dying(2, "before")), suppress(Death):

@@ -20,6 +20,7 @@ from tests.backends.test_network import CASE, check_rows, there_and_back
 from tests.conftest import NETWORK_RANKS, WHY_NO_HOPPER, Ranks
 from tests.support import emulator
 from tests.support.cases import BF16, FP8, FP16, FP32, FP64, Case, expert_rows, make_problem, same_bits, same_routed
+from tests.support.on_ranks import on_ranks
 from tests.support.slow import mostly_slow
 from tokenloom import reference
 from tokenloom.backends.network import nvlink_inside, registration
@@ -112,15 +113,14 @@ def test_order(holders: list[int], ranks_per_node: int) -> None:
     emulator.ranks(6).run(test_network.check_order, holders, ranks_per_node)
 
 
+@on_ranks("emulated_four")
 @emulated
 @pytest.mark.parametrize(("dtype", "small", "wanted"), [(BF16, 2.0**-8, 1 + 2.0**-8), (FP64, 2.0**-40, 1 + 2.0**-39)])
-def test_sums_are_rounded_where_they_leave(dtype: torch.dtype, small: float, wanted: float) -> None:
+def test_sums_are_rounded_where_they_leave(
+    context: RankContext, dtype: torch.dtype, small: float, wanted: float
+) -> None:
     """In bfloat16, 1 + 2^-8 is 1. So it is on its way between nodes; what the other node adds at home is not lost.
     Rows of float64 are added in float64, by no kernel."""
-    emulator.ranks(4).run(check_rounding, dtype, small, wanted)
-
-
-def check_rounding(context: RankContext, dtype: torch.dtype, small: float, wanted: float) -> None:
     plan = Plan(4, 4, hidden=8, top_k=3, max_tokens_per_rank=1)
     ids = torch.tensor([[2, 3, 0]] if context.rank == 0 else [], dtype=torch.int64).view(-1, 3)
     with comm_of(context, plan) as comm:
@@ -132,14 +132,11 @@ def check_rounding(context: RankContext, dtype: torch.dtype, small: float, wante
         assert torch.equal(out, torch.full((len(ids), 8), wanted, dtype=out.dtype))
 
 
+@on_ranks("emulated_four")
 @pytest.mark.slow
 @emulated
-def test_combine_long_after_its_dispatch() -> None:
+def test_combine_long_after_its_dispatch(context: RankContext) -> None:
     """What the kernels remember of a dispatch outlasts the receive buffers of later ones."""
-    emulator.ranks(4).run(check_long_after)
-
-
-def check_long_after(context: RankContext) -> None:
     problems = [make_problem(replace(UNEQUAL, seed=seed), context.num_ranks) for seed in range(4)]
     with comm_of(context, problems[0].plan) as comm:
         routed = [comm.dispatch(*each.arguments(context), layout="token") for each in problems]
@@ -153,13 +150,10 @@ def check_long_after(context: RankContext) -> None:
                 same_bits(comm.combine(y, each, mode=mode), outs[context.rank], mode)
 
 
+@on_ranks("emulated_four")
 @emulated
-def test_halves() -> None:
+def test_halves(context: RankContext) -> None:
     """Two calls are open at once, and received in either order."""
-    emulator.ranks(4).run(check_halves)
-
-
-def check_halves(context: RankContext) -> None:
     problems = [make_problem(replace(UNEQUAL, seed=seed), context.num_ranks) for seed in range(2)]
     with comm_of(context, problems[0].plan) as comm:
         pending = [comm.send_dispatch(*each.arguments(context), layout="token") for each in problems]
@@ -297,12 +291,9 @@ def check_missing(context: RankContext, dead: int) -> Any:
 # -- memory, and what is said of it ---------------------------------------------------------------------------------
 
 
+@on_ranks("emulated_four")
 @emulated
-def test_what_it_says() -> None:
-    emulator.ranks(4).run(check_words)
-
-
-def check_words(context: RankContext) -> None:
+def test_what_it_says(context: RankContext) -> None:
     problem = make_problem(replace(UNEQUAL, hidden=128), context.num_ranks)
     with comm_of(context, problem.plan) as comm:
         assert comm.transports == {"own node": "nvlink", "other nodes": "collective"}
@@ -359,13 +350,10 @@ def test_nodes_of_more_ranks_than_kernels_serve(ranks_per_node: int) -> None:
     assert made.memory() == [f"no kernels inside nodes: {why}"]
 
 
+@on_ranks("four")
 @pytest.mark.parametrize("failing", ["probe", "memory", ""])
-def test_all_ranks_choose_alike(four: Ranks, failing: str) -> None:
+def test_all_ranks_choose_alike(context: RankContext, failing: str) -> None:
     """A rank without kernels, or whose memory cannot be made, leaves all of them with collectives, and the reason."""
-    four.run(check_choice, failing)
-
-
-def check_choice(context: RankContext, failing: str) -> None:
     ranks = RankGroup(context.group)
     ranks.topology = pretended(4, 2)
     request = Request("nccl", torch.device("cuda"), plan=Plan(4, 8, 16, 2, 8), num_sms=16)
@@ -399,12 +387,9 @@ def gathered_on_cpu(self: RankGroup, value: Any, phase: str) -> list[Any]:
     return said
 
 
-def test_other_backends_look_for_none(four: Ranks) -> None:
+@on_ranks("four")
+def test_other_backends_look_for_none(context: RankContext) -> None:
     """On CPUs nobody asks the others, so that a rank can come back alone."""
-    four.run(check_cpu)
-
-
-def check_cpu(context: RankContext) -> None:
     with (
         mock.patch.object(nvlink_inside, "why_not", side_effect=AssertionError),
         tl.Communicator(context.group, backend="network", ranks_per_node=2, **test_network.SIZES) as comm,
@@ -416,12 +401,9 @@ def check_cpu(context: RankContext) -> None:
 # -- ranks of a node ------------------------------------------------------------------------------------------------
 
 
-def test_ranks_of_a_node(four: Ranks) -> None:
+@on_ranks("four")
+def test_ranks_of_a_node(context: RankContext) -> None:
     """They hear their neighbours' values, and of the faults of all."""
-    four.run(check_node_ranks)
-
-
-def check_node_ranks(context: RankContext) -> None:
     whole = RankGroup(context.group)
     whole.topology = Topology((0, 0, 1, 1))
     ranks = NodeRanks(whole)

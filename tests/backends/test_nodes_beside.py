@@ -17,6 +17,7 @@ from tests.comm import test_beside, test_gradients
 from tests.conftest import Ranks
 from tests.support import emulator
 from tests.support.cases import BETWEEN_NODES, FP32, Case, case_params, make_comm, make_problem
+from tests.support.on_ranks import on_ranks
 from tokenloom.backends import registry
 from tokenloom.plan import LAYOUTS
 from tokenloom.runtime.processes import RankContext
@@ -75,14 +76,11 @@ def test_any_tokens(way: str, layout: str) -> None:
     emulator.ranks(4).run(test_gradients.check_any_tokens, way, layout)
 
 
+@on_ranks("emulated_two")
 @pytest.mark.slow
 @each_way
-def test_many_tokens(way: str) -> None:
+def test_many_tokens(context: RankContext, way: str) -> None:
     """More than blocks count by themselves, in as many chunks as there may be."""
-    emulator.ranks(2).run(check_many, way)
-
-
-def check_many(context: RankContext, way: str) -> None:
     case = Case("many", "", tokens=(1100, 300), hidden=8, top_k=2, dtype=FP32)
     problem = make_problem(case, context.num_ranks)
     with make_comm(context, way, problem.plan, ranks_per_node=1) as comm:
@@ -90,13 +88,10 @@ def check_many(context: RankContext, way: str) -> None:
             test_gin.there_and_back(context, comm, problem, layout)
 
 
+@on_ranks("emulated_four")
 @pytest.mark.parametrize(("leaf", "way"), pairs(["x", "weights", "y"], ("weights", "gin")))
-def test_a_fault_in_backward(way: str, leaf: str) -> None:
+def test_a_fault_in_backward(context: RankContext, way: str, leaf: str) -> None:
     """Rank 3 has no gradient to send. Ranks of both nodes are told, and go on."""
-    emulator.ranks(4).run(check_fault, way, leaf)
-
-
-def check_fault(context: RankContext, way: str, leaf: str) -> None:
     problem = make_problem(replace(test_beside.CASE, dtype=FP32), context.num_ranks)
     x, ids, weights = problem.arguments(context)
     assert weights is not None
@@ -117,13 +112,10 @@ def check_fault(context: RankContext, way: str, leaf: str) -> None:
         test_gin.there_and_back(context, comm, problem, "slots")
 
 
+@on_ranks("emulated_four")
 @pytest.mark.parametrize("way", [pytest.param("gin", marks=pytest.mark.slow), "padded"])
-def test_an_overflow_is_told_once(way: str) -> None:
+def test_an_overflow_is_told_once(context: RankContext, way: str) -> None:
     """Other rows by the same routes say nothing of it."""
-    emulator.ranks(4).run(check_told_once, way)
-
-
-def check_told_once(context: RankContext, way: str) -> None:
     problem = make_problem(replace(test_beside.CASE, dtype=FP32), context.num_ranks)
     x, ids, weights = problem.arguments(context)
     with make_comm(context, way, problem.plan, checked=False) as comm, torch.no_grad():
@@ -135,14 +127,11 @@ def check_told_once(context: RankContext, way: str) -> None:
         comm.check()
 
 
+@on_ranks("emulated_four")
 @pytest.mark.slow
 @each_way
-def test_gradients_that_need_wider_rows(way: str) -> None:
+def test_gradients_that_need_wider_rows(context: RankContext, way: str) -> None:
     """A result in float32 has gradients in float32, for which memory of 2-byte rows has no room: told in forward."""
-    emulator.ranks(4).run(check_wider, way)
-
-
-def check_wider(context: RankContext, way: str) -> None:
     problem = make_problem(test_beside.CASE, context.num_ranks)
     with make_comm(context, way, problem.plan, dtype=None) as comm:
         routed = comm.dispatch(*problem.arguments(context), layout="token")
@@ -153,12 +142,9 @@ def check_wider(context: RankContext, way: str) -> None:
         assert y.grad is not None
 
 
-def test_a_fault_in_weights_on_their_way_home() -> None:
+@on_ranks("emulated_four")
+def test_a_fault_in_weights_on_their_way_home(context: RankContext) -> None:
     """Whether the routes are known to what carries weights, or a dispatch comes first."""
-    emulator.ranks(4).run(check_fault_of_weights)
-
-
-def check_fault_of_weights(context: RankContext) -> None:
     problem = make_problem(test_beside.CASE, context.num_ranks)
     with make_comm(context, "padded", problem.plan, timeout_s=0.0015) as comm, torch.no_grad():
         routed = comm.dispatch(*problem.arguments(context), layout="token")
@@ -172,13 +158,10 @@ def check_fault_of_weights(context: RankContext) -> None:
             assert home.shape == problem.topk_ids[context.rank].shape
 
 
+@on_ranks("emulated_four")
 @pytest.mark.parametrize("way", ["nvlink", pytest.param("padded", marks=pytest.mark.slow)])
-def test_a_check_hears_of_weights(way: str) -> None:
+def test_a_check_hears_of_weights(context: RankContext, way: str) -> None:
     """Calls that carry weights leave what they find too, where the host does not wait for them."""
-    emulator.ranks(4).run(check_unread_weights, way)
-
-
-def check_unread_weights(context: RankContext, way: str) -> None:
     problem = make_problem(test_beside.CASE, context.num_ranks)
     with make_comm(context, way, problem.plan, checked=False) as comm, torch.no_grad():
         routed = comm.dispatch(*problem.arguments(context), layout="token")

@@ -16,6 +16,7 @@ from tests.support import emulator
 from tests.support.cases import BF16, FP8, Case, Problem, expert_rows, make_problem, same_bits, same_routed
 from tests.support.emulator.graphs import capture
 from tests.support.emulator.group import EmulatedRanks, here
+from tests.support.on_ranks import on_ranks
 from tests.support.slow import mostly_slow
 from tokenloom import reference
 from tokenloom.runtime.processes import RankContext
@@ -166,28 +167,11 @@ def check_interleaved(context: RankContext, ranks_per_node: int, seed: int, over
             each.check()
 
 
+@on_ranks("emulated_four")
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["gin", "padded"])
-def test_in_graphs(way: str) -> None:
+def test_in_graphs(context: RankContext, way: str) -> None:
     """Halves of two batches in turns, captured once and replayed with other routings between eager ones."""
-    emulator.ranks(4).run(check_graphs, way)
-
-
-TURNS = [
-    ("send", "dispatch", 0),
-    ("send", "dispatch", 1),
-    ("receive", "dispatch", 1),
-    ("receive", "dispatch", 0),
-    ("send", "combine", 0),
-    ("send", "combine", 1),
-    ("receive", "combine", 1),
-    ("receive", "combine", 0),
-    ("send", "dispatch", 2),
-    ("receive", "dispatch", 2),
-]
-
-
-def check_graphs(context: RankContext, way: str) -> None:
     case = replace(CASE, tokens=(5, 0, 5, 4), ids_dtype=torch.int32)  # others are converted by torch
     with comm_of(context, make_problem(case, context.num_ranks).plan, way, timeout_s=SOON_S) as comm:
 
@@ -212,21 +196,32 @@ def check_graphs(context: RankContext, way: str) -> None:
         comm.check()
 
 
+TURNS = [
+    ("send", "dispatch", 0),
+    ("send", "dispatch", 1),
+    ("receive", "dispatch", 1),
+    ("receive", "dispatch", 0),
+    ("send", "combine", 0),
+    ("send", "combine", 1),
+    ("receive", "combine", 1),
+    ("receive", "combine", 0),
+    ("send", "dispatch", 2),
+    ("receive", "dispatch", 2),
+]
+
+
 # -- between halves -------------------------------------------------------------------------------------------------
 
 
+@on_ranks("emulated_four")
 @pytest.mark.sampled(3)
 @EACH_WAY
 @pytest.mark.parametrize("first", mostly_slow(["sent first", "sent last"], ["sent first"]))
 @pytest.mark.parametrize("receives", [True, False], ids=["receives", "drops"])
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
-def test_a_fault_while_a_call_is_open(call: str, receives: bool, first: str, way: str) -> None:
+def test_a_fault_while_a_call_is_open(context: RankContext, call: str, receives: bool, first: str, way: str) -> None:
     """Rank 3 fails in its second call. The first is right on all others, in whichever order they receive, and also if
     rank 3 never receives it."""
-    emulator.ranks(4).run(check_fault, call, receives, first, way)
-
-
-def check_fault(context: RankContext, call: str, receives: bool, first: str, way: str) -> None:
     with comm_of(context, make_problem(CASE, context.num_ranks).plan, way, timeout_s=SOON_S) as comm:
 
         def batch(seed: int) -> Batch:
@@ -262,15 +257,12 @@ def check_fault(context: RankContext, call: str, receives: bool, first: str, way
         there_and_back(context, comm, make_problem(CASE, context.num_ranks), "slots")
 
 
+@on_ranks("emulated_four")
 @pytest.mark.sampled(3)
 @EACH_WAY
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
-def test_a_pending_that_is_dropped(call: str, way: str) -> None:
+def test_a_pending_that_is_dropped(context: RankContext, call: str, way: str) -> None:
     """The next call says so on all ranks, and those behind it work."""
-    emulator.ranks(4).run(check_dropped, call, way)
-
-
-def check_dropped(context: RankContext, call: str, way: str) -> None:
     with comm_of(context, make_problem(CASE, context.num_ranks).plan, way, timeout_s=SOON_S) as comm:
         batch = Batch(context, comm, CASE, "slots")
         batch.routed = batch.dispatch(False)
@@ -281,12 +273,9 @@ def check_dropped(context: RankContext, call: str, way: str) -> None:
         comm.check()
 
 
-def test_halves_of_some_ranks_alone() -> None:
+@on_ranks("emulated_four")
+def test_halves_of_some_ranks_alone(context: RankContext) -> None:
     """A call means the same to all ranks, halves among it."""
-    emulator.ranks(4).run(check_some)
-
-
-def check_some(context: RankContext) -> None:
     with comm_of(context, make_problem(CASE, context.num_ranks).plan, timeout_s=SOON_S) as comm:
         batch = Batch(context, comm, CASE, "slots")
         sent = batch.dispatch(context.rank == 2)
@@ -297,13 +286,10 @@ def check_some(context: RankContext) -> None:
         there_and_back(context, comm, batch.problem, "slots")
 
 
+@on_ranks("emulated_four")
 @EACH_WAY
-def test_exact_sizes(way: str) -> None:
+def test_exact_sizes(context: RankContext, way: str) -> None:
     """The host reads them when it receives."""
-    emulator.ranks(4).run(check_exact, way)
-
-
-def check_exact(context: RankContext, way: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     want = problem.dispatched("rank")
     with comm_of(context, problem.plan, way, checked=context.num_ranks == 2) as comm:
@@ -312,14 +298,11 @@ def check_exact(context: RankContext, way: str) -> None:
             same_routed(each.receive(), want[context.rank], problem.plan)
 
 
+@on_ranks("emulated_four")
 @pytest.mark.sampled(2)
 @EACH_WAY
-def test_a_forwarder_that_receives_late(way: str) -> None:
+def test_a_forwarder_that_receives_late(context: RankContext, way: str) -> None:
     """Nobody takes rows before they are here, though a later call was received first."""
-    emulator.ranks(4).run(check_late_forwarder, way)
-
-
-def check_late_forwarder(context: RankContext, way: str) -> None:
     with comm_of(context, make_problem(CASE, context.num_ranks).plan, way, timeout_s=SOON_S) as comm:
         batches = [Batch(context, comm, replace(CASE, seed=seed), "slots") for seed in range(2)]
         for _ in range(3):

@@ -17,6 +17,7 @@ from tests.backends.large_plans import in_large_plan
 from tests.conftest import Ranks
 from tests.support.cases import BF16, FP8, Case, Problem, make_problem, same_routed
 from tests.support.nvlink_cases import LAYOUTS, launcher_of, meet, new_comm, round_trip
+from tests.support.on_ranks import on_ranks
 from tokenloom import reference
 from tokenloom.backends.nvlink import buffers
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
@@ -86,15 +87,12 @@ def fill_free_memory(context: RankContext) -> None:
 FAULTS = ["an id of no expert", "x of another width", "one rank dispatches", "one rank combines"]
 
 
+@on_ranks("hoppers")
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
-def test_rounds_after_faults(hoppers: Ranks, checked: bool) -> None:
+def test_rounds_after_faults(context: RankContext, checked: bool) -> None:
     """A rank that had failed had not dispatched, or had dispatched while others combined: from then on ranks differed
     in which receive buffer's turn it was, and in the number of the dispatch. Rows went to the buffer that their
     sender was at. Now every rank says where it wants them."""
-    hoppers.run(check_rounds_after_faults, checked)
-
-
-def check_rounds_after_faults(context: RankContext, checked: bool) -> None:
     case: dict[str, Any] = {"tokens": (8, 5, 6, 7), "spare": 8, "hidden": 64, "top_k": 3, "experts_per_rank": 2}
     problems = [make_problem(Case("rounds", "", **case, seed=seed), context.num_ranks) for seed in range(3)]
     problems = [in_large_plan(each) for each in problems]  # whose bounded dispatches use receive buffers too
@@ -168,15 +166,12 @@ def right_error(context: RankContext, fault: str, error: BaseException) -> None:
 # -- capacities -----------------------------------------------------------------------------------------------------
 
 
+@on_ranks("hoppers")
 @pytest.mark.parametrize("dtype", [BF16, FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("alignment", [1, 16])
-def test_more_rows_than_a_receive_buffer_holds(hoppers: Ranks, alignment: int, dtype: torch.dtype) -> None:
+def test_more_rows_than_a_receive_buffer_holds(context: RankContext, alignment: int, dtype: torch.dtype) -> None:
     """Exact sizes have no limit: what does not fit a receive buffer comes as layout "token" and is spread on arrival.
     The combine of such a dispatch, per route, went by tokens of received rows that nobody had written."""
-    hoppers.run(check_more_rows, alignment, dtype)
-
-
-def check_more_rows(context: RankContext, alignment: int, dtype: torch.dtype) -> None:
     case = Case("too many", "", tokens=(100, 60, 0, 77), spare=3, experts_per_rank=2, hidden=128, top_k=4,
                 pick="one rank", unused=0.05, dtype=dtype)  # fmt: skip
     problem = make_problem(case, context.num_ranks)
@@ -195,14 +190,11 @@ def check_more_rows(context: RankContext, alignment: int, dtype: torch.dtype) ->
             comm.check()
 
 
+@on_ranks("hoppers")
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
-def test_an_overflow_before_an_exact_dispatch(hoppers: Ranks, checked: bool) -> None:
+def test_an_overflow_before_an_exact_dispatch(context: RankContext, checked: bool) -> None:
     """The exact dispatch reads the outcomes of all calls, and took the first overflow for its own: it sent everything
     again by the way of what does not fit, or named a capacity that nobody had given it."""
-    hoppers.run(check_overflow_before_exact, checked)
-
-
-def check_overflow_before_exact(context: RankContext, checked: bool) -> None:
     sizes = {"tokens": (7, 4, 6, 5), "hidden": 64, "top_k": 3, "experts_per_rank": 2}
     much = make_problem(Case("much", "", **sizes, pick="one rank"), context.num_ranks)
     little = make_problem(Case("little", "", **sizes, pick="own rank", unused=0.8, seed=1), context.num_ranks)
@@ -226,17 +218,14 @@ def check_overflow_before_exact(context: RankContext, checked: bool) -> None:
 # -- epochs ---------------------------------------------------------------------------------------------------------
 
 
+@on_ranks("hoppers")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("start", [2**31 - 3, 2**31 + 5, 2**32 - 2, 2**32 - 3], ids=lambda start: f"{start:#x}")
-def test_epochs_wrap(hoppers: Ranks, start: int, layout: str) -> None:
+def test_epochs_wrap(context: RankContext, start: int, layout: str) -> None:
     """Flags were compared by the sign of a difference of 32 bits: those that had not been raised for 2^31 calls, as on
     a new communicator that starts here, counted as raised. At 2^32 epochs begin anew, and 0 is what a flag shows that
     never was: of the two starts just before, one has a dispatch there and the other a combine (a new communicator
     opens a call before its first dispatch)."""
-    hoppers.run(check_epochs, start, layout)
-
-
-def check_epochs(context: RankContext, start: int, layout: str) -> None:
     # More tokens than the sending warps of a default grid: they claim the rest once all blocks have found their slots.
     case = Case("epochs", "", tokens=(150, 0, 90, 140), hidden=64, top_k=4, pick="repeats", unused=0.2)
     problem = make_problem(case, context.num_ranks)

@@ -12,6 +12,7 @@ import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, make_comm, make_problem, same_bits
 from tests.support.nvlink_cases import new_comm
+from tests.support.on_ranks import on_ranks
 from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
 from tokenloom.runtime.processes import RankContext
 
@@ -97,13 +98,10 @@ def check_many_backward_calls(context: RankContext, overflow: bool) -> int | Non
     return raised[0][0] if raised else None
 
 
-def test_backward_calls_that_disagree(several: Ranks) -> None:
+@on_ranks("several")
+def test_backward_calls_that_disagree(context: RankContext) -> None:
     """Two errors in a row of backward calls: both are raised, each with the numbers of its own dispatches, at the same
     calls of all ranks, and what was not refused is right."""
-    several.run(check_disagreeing_backward)
-
-
-def check_disagreeing_backward(context: RankContext) -> None:
     plan = make_problem(Case("backward", "", **SMALL), context.num_ranks).plan
     odd = context.num_ranks - 1
     order = list(range(NUM_GRAPHS))
@@ -130,15 +128,13 @@ def check_disagreeing_backward(context: RankContext) -> None:
         comm.check()
 
 
+@on_ranks("hoppers")
 @pytest.mark.parametrize("who", ["all ranks", "the last rank"])
 @pytest.mark.parametrize("what", ["gradient", "combine per route"])
-def test_ids_changed_after_dispatch(hoppers: Ranks, what: str, who: str) -> None:
+def test_ids_changed_after_dispatch(context: RankContext, what: str, who: str) -> None:
     """Gradients, and rows that come home one by one, go by the ids that were given. Where those had changed meanwhile,
     they were wrong without a word."""
-    hoppers.run(check_changed_ids, what, who == "all ranks")
-
-
-def check_changed_ids(context: RankContext, what: str, everywhere: bool) -> None:
+    everywhere = who == "all ranks"
     problem = make_problem(Case("changed", "", **SMALL), context.num_ranks)
     mine = everywhere or context.rank == context.num_ranks - 1
     mode = "per_rank" if what == "gradient" else "per_route"

@@ -12,10 +12,10 @@ import torch
 
 import tokenloom as tl
 from tests.backends.large_plans import no_plan_is_small
-from tests.conftest import Ranks
 from tests.support.cases import BF16, FP32, Case, Problem, make_problem, same_bits, same_routed
 from tests.support.graph_cases import EXPERT, Captured, Round, Step, plan_of, problem_of
 from tests.support.nvlink_cases import new_comm, same_combine
+from tests.support.on_ranks import on_ranks
 from tokenloom.backends.nvlink import buffers
 from tokenloom.runtime.processes import RankContext
 
@@ -31,14 +31,11 @@ def small_buffers() -> Iterator[None]:
         yield
 
 
+@on_ranks("hoppers")
 @pytest.mark.parametrize("alignment", [1, 16])
-def test_more_than_a_receive_buffer_holds(hoppers: Ranks, alignment: int) -> None:
+def test_more_than_a_receive_buffer_holds(context: RankContext, alignment: int) -> None:
     """The receive buffer was as large as its first use wanted, and refused more. It grows, for each dtype by itself;
     rows that were handed out before stay as they are."""
-    hoppers.run(check_growth, alignment)
-
-
-def check_growth(context: RankContext, alignment: int) -> None:
     problems = [make_problem(replace(CASE, dtype=dtype), context.num_ranks) for dtype in (FP32, BF16)]
     needed = problems[0].rows_needed("expert", alignment)
     few = needed // 3
@@ -79,12 +76,9 @@ FEW = Round("few tokens", "distinct", used=0.2, seed=8)
 MANY = Round("all tokens to one rank", "one rank", seed=9)
 
 
-def test_in_a_graph(hoppers: Ranks) -> None:
+@on_ranks("hoppers")
+def test_in_a_graph(context: RankContext) -> None:
     """One eager call makes the larger buffer, which a capture cannot. A graph of the smaller one goes on."""
-    hoppers.run(check_graph)
-
-
-def check_graph(context: RankContext) -> None:
     num_ranks = context.num_ranks
     room = {each: problem_of(each, EXPERT, num_ranks).rows_needed("expert", EXPERT.alignment) for each in (FEW, MANY)}
     with small_buffers(), new_comm(context, plan_of(num_ranks), checked=False) as comm:

@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 
 from tests.backends.large_plans import no_plan_is_small
-from tests.conftest import Ranks
 from tests.support.cases import Case, make_problem
 from tests.support.nvlink_cases import LAYOUTS, new_comm, round_trip
+from tests.support.on_ranks import on_ranks
 from tokenloom.kernels.combine import launch
 from tokenloom.runtime.processes import RankContext
 
@@ -18,12 +18,9 @@ EMULATED = True
 UNEQUAL = Case("unequal", "", tokens=(50, 3, 0, 31), spare=2, experts_per_rank=2, hidden=64, top_k=3, unused=0.1)
 
 
+@on_ranks("hoppers")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_chunks_of_several_rows(hoppers: Ranks, layout: str) -> None:
-    hoppers.run(check_chunks, layout)
-
-
-def check_chunks(context: RankContext, layout: str) -> None:
+def test_chunks_of_several_rows(context: RankContext, layout: str) -> None:
     """So few rows are single ones that most pairs of ranks have chunks of both kinds, as thousands of rows have."""
     problem = make_problem(UNEQUAL, context.num_ranks)
     few = mock.patch.object(launch, "LONE_ROWS", 5)

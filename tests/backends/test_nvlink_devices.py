@@ -21,6 +21,7 @@ from tests.support.cases import (
     same_bits,
 )
 from tests.support.nvlink_cases import BACKEND, LAYOUTS, new_comm, round_trip
+from tests.support.on_ranks import on_ranks
 from tests.training.test_routed_experts import layers_of
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.shards import local_part
@@ -49,13 +50,10 @@ def elsewhere(context: RankContext) -> Iterator[None]:
 CASE = Case("elsewhere", "", tokens=(40, 0, 25, 33), hidden=128, top_k=3, pick="repeats", unused=0.2, dtype=BF16)
 
 
+@on_ranks("hoppers_of_many")
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
-def test_calls(hoppers_of_many: Ranks, checked: bool) -> None:
+def test_calls(context: RankContext, checked: bool) -> None:
     """Kernels were launched in the context of the device that was current."""
-    hoppers_of_many.run(check_calls, checked)
-
-
-def check_calls(context: RankContext, checked: bool) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with elsewhere(context), new_comm(context, problem.plan, checked=checked) as comm:
         for layout in LAYOUTS:
@@ -67,13 +65,10 @@ def check_calls(context: RankContext, checked: bool) -> None:
         comm.describe()
 
 
-def test_gradients_and_other_paths(hoppers_of_many: Ranks) -> None:
+@on_ranks("hoppers_of_many")
+def test_gradients_and_other_paths(context: RankContext) -> None:
     """All that a program may do: gradients, weights of rows, FP8, the other stream, copy engines. The same bits as
     where the device is current."""
-    hoppers_of_many.run(check_paths)
-
-
-def check_paths(context: RankContext) -> None:
     problem = make_problem(Case(**(vars(CASE) | {"dtype": FP32, "to_quantise": True})), context.num_ranks)
     with make_comm(context, BACKEND, problem.plan) as comm:
         want = paths(comm, problem.arguments(context))
@@ -105,12 +100,9 @@ def paths(comm: tl.Communicator, given: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_layers(hoppers_of_many: Ranks) -> None:
+@on_ranks("hoppers_of_many")
+def test_layers(context: RankContext) -> None:
     """Forward and backward, which runs in a thread of its own."""
-    hoppers_of_many.run(check_layers)
-
-
-def check_layers(context: RankContext) -> None:
     want = one_layer(context)
     with elsewhere(context):
         got = one_layer(context)

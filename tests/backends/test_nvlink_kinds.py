@@ -5,7 +5,7 @@ A call that is wrong but passes the glance would launch a kernel on wrong tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,7 @@ from tokenloom.backends.nvlink.results import WORDS_TOGETHER
 from tokenloom.comm.calls import CombineCall, DispatchCall
 from tokenloom.errors import CapacityOverflow, CommunicatorBroken, InvalidArgument
 
-NUM_RANKS, HIDDEN, TOP_K, NUM_EXPERTS = 4, 256, 2, 8
+HIDDEN, TOP_K, NUM_EXPERTS = 256, 2, 8
 SMALL, LARGE = 64, 1024
 """Tokens of a rank: plans of few rows have staged dispatches."""
 BF16, FP8, INT32, INT64 = torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.int64
@@ -47,13 +47,6 @@ class Calls:
     def dispatch(self, **changes: Any) -> Any:
         given: dict[str, Any] = {"x": self.x, "topk_ids": self.ids, "topk_weights": self.weights, "layout": "token"}
         return self.comm.dispatch(**{**given, "sizes": "bounded", **changes})
-
-
-@pytest.fixture
-def stand_ins() -> Iterator[StandIns]:
-    with StandIns(NUM_RANKS) as made, torch.no_grad():
-        made.keeps = True
-        yield made
 
 
 @pytest.fixture(params=[SMALL, LARGE])

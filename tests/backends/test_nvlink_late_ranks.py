@@ -22,6 +22,7 @@ from tests.comm.test_masks import LAYOUTS, each_layout, options_of, without
 from tests.conftest import Ranks
 from tests.support import emulator
 from tests.support.cases import Problem, make_comm, make_problem, same_bits, same_routed
+from tests.support.on_ranks import on_ranks
 from tokenloom import reference
 from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.backends.nvlink.launcher import Launcher
@@ -51,13 +52,10 @@ def end(context: RankContext) -> None:
 # -- everybody is there -----------------------------------------------------------------------------------------
 
 
+@on_ranks("several")
 @each_layout
-def test_nobody_is_late(several: Ranks, layout: str) -> None:
+def test_nobody_is_late(context: RankContext, layout: str) -> None:
     """Calls return what they do elsewhere, in one piece and in halves, and errors are the same."""
-    several.run(check_nobody, layout)
-
-
-def check_nobody(context: RankContext, layout: str) -> None:
     comm, problem = make(context)
     options, last = options_of(problem, layout), context.rank == context.num_ranks - 1
     x, ids, weights = problem.arguments(context)
@@ -100,12 +98,9 @@ def check_fault_behind(context: RankContext) -> None:
     pair(context, comm, problem, [], "expert")
 
 
-def test_overflow(several: Ranks) -> None:
+@on_ranks("several")
+def test_overflow(context: RankContext) -> None:
     """Told once, at the call behind it, as with ``checked``."""
-    several.run(check_overflow)
-
-
-def check_overflow(context: RankContext) -> None:
     comm, problem = make(context)
     needed = problem.rows_needed("expert")
     for _ in range(2):
@@ -120,14 +115,11 @@ def check_overflow(context: RankContext) -> None:
 # -- ranks that end ---------------------------------------------------------------------------------------------
 
 
+@on_ranks("several")
 @ONLY_EMULATED
 @each_layout
-def test_death_between_calls(several: Ranks, layout: str) -> None:
+def test_death_between_calls(context: RankContext, layout: str) -> None:
     """The next call goes on as if the rank had been masked before, and so do those after it; until one is left."""
-    several.run(check_between_calls, layout)
-
-
-def check_between_calls(context: RankContext, layout: str) -> None:
     comm, problem = make(context)
     for gone in range(context.num_ranks):
         pair(context, comm, problem, list(range(gone)), layout)
@@ -210,14 +202,11 @@ def check_in_meeting(context: RankContext) -> None:
     pair(context, comm, problem, [0], "expert")
 
 
+@on_ranks("several")
 @ONLY_EMULATED
 @pytest.mark.parametrize("layout", ["token", "expert"])
-def test_death_before_a_backward(several: Ranks, layout: str) -> None:
+def test_death_before_a_backward(context: RankContext, layout: str) -> None:
     """Gradients of the routes to it are lost, in a transfer of its own and in one to the places of the forward."""
-    several.run(check_before_backward, layout)
-
-
-def check_before_backward(context: RankContext, layout: str) -> None:
     comm, problem = make(context)
     x, ids, weights = problem.arguments(context)
     assert isinstance(x, torch.Tensor)
@@ -413,12 +402,9 @@ def check_some_make(context: RankContext) -> None:
 # -- what goes with it ------------------------------------------------------------------------------------------
 
 
-def test_back_again(several: Ranks) -> None:
+@on_ranks("several")
+def test_back_again(context: RankContext) -> None:
     """A rank that was masked makes its communicator again, and may be lost once more."""
-    several.run(check_back_again)
-
-
-def check_back_again(context: RankContext) -> None:
     comm, problem = make(context)
     for _ in range(2):
         pair(context, comm, problem, [], "expert")
@@ -436,12 +422,9 @@ def check_back_again(context: RankContext) -> None:
         pair(context, comm, problem, [0], "expert")
 
 
-def test_what_it_has_not(several: Ranks) -> None:
+@on_ranks("several")
+def test_what_it_has_not(context: RankContext) -> None:
     """Calls that could not be made again are refused by name, on all ranks alike."""
-    several.run(check_refused)
-
-
-def check_refused(context: RankContext) -> None:
     comm, problem = make(context)
     with pytest.raises(InvalidArgument, match="a MegaMoE cannot mask late ranks"):
         comm.engine.fused_layer(0)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.conftest import Ranks
 from tests.support.cases import Case, Problem, make_comm, make_problem, same_bits, same_bytes
 from tests.support.graph_cases import EXPERT, ROUNDS, TOKEN, Captured, Kind, Step, plan_of
 from tests.support.nvlink_cases import BACKEND, meet, new_comm, round_trip
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.leftovers import release_dropped
 from tokenloom.runtime.processes import RankContext
 
@@ -32,14 +32,11 @@ def use_memory(context: RankContext, problem: Problem) -> None:
     meet(context)
 
 
+@on_ranks("hoppers")
 @pytest.mark.parametrize("how", ["closed", "dropped", "closed and dropped"])
 @pytest.mark.parametrize("kind", [TOKEN, EXPERT], ids=lambda kind: kind.name)
-def test_a_graph_outlives_its_communicator(hoppers: Ranks, kind: Kind, how: str) -> None:
+def test_a_graph_outlives_its_communicator(context: RankContext, kind: Kind, how: str) -> None:
     """A server captures its steps and forgets how they were made. Replays wrote to memory that was freed."""
-    hoppers.run(check_graph, kind, how)
-
-
-def check_graph(context: RankContext, kind: Kind, how: str) -> None:
     comm = new_comm(context, plan_of(context.num_ranks), checked=False)
     step = Step(context, comm, kind)
     captured = Captured(step)
@@ -62,12 +59,9 @@ def check_graph(context: RankContext, kind: Kind, how: str) -> None:
             same_bits(out, step.expected(round_)[1], f"turn {turn}, {round_.why}")
 
 
-def test_dropped_during_a_capture(hoppers: Ranks) -> None:
+@on_ranks("hoppers")
+def test_dropped_during_a_capture(context: RankContext) -> None:
     """Python collects garbage whenever it likes. Freeing touched CUDA and the store, which ended the capture."""
-    hoppers.run(check_dropped)
-
-
-def check_dropped(context: RankContext) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with new_comm(context, plan_of(context.num_ranks), checked=False) as comm:
         step = Step(context, comm, EXPERT)
@@ -97,14 +91,11 @@ def check_dropped(context: RankContext) -> None:
             del captured
 
 
+@on_ranks("hoppers")
 @pytest.mark.parametrize("how", ["closed", "dropped", "closed and dropped"])
 @pytest.mark.parametrize("layout", ["token", "expert", "rank"])
-def test_received_rows_outlive_their_communicator(hoppers: Ranks, layout: str, how: str) -> None:
+def test_received_rows_outlive_their_communicator(context: RankContext, layout: str, how: str) -> None:
     """Without gradients rows are views of a receive buffer: whoever still looks at them keeps it."""
-    hoppers.run(check_rows, layout, how)
-
-
-def check_rows(context: RankContext, layout: str, how: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     want = problem.dispatched(layout)[context.rank]
     comm = new_comm(context, problem.plan, checked=False)
@@ -129,14 +120,11 @@ LARGE = Case("large", "", tokens=(8, 5, 0, 6), spare=1016, hidden=4096, experts_
 """Few tokens in buffers for many, so that they are worth counting."""
 
 
+@on_ranks("hoppers", limit_s=240.0)
 @pytest.mark.alone  # it counts the free memory of the GPU
-def test_a_hundred_communicators(hoppers: Ranks) -> None:
+def test_a_hundred_communicators(context: RankContext) -> None:
     """A server that makes a new one whenever something went wrong: most are closed or dropped, and in every tenth a
     rank comes too late. What a late rank might still write to was never freed."""
-    hoppers.run(check_hundred, limit_s=240.0)
-
-
-def check_hundred(context: RankContext) -> None:
     problem = make_problem(LARGE, context.num_ranks)
     free_bytes: list[int] = []
     held_bytes = 0

@@ -19,6 +19,7 @@ from tests.support.cases import BF16, make_comm, make_problem, same_bits, same_r
 from tests.support.graph_cases import EXPERTS_PER_RANK, KINDS, ROUNDS, Captured, Kind, Round, Step, experts, problem_of
 from tests.support.graph_cases import plan_of as plan_of_graphs
 from tests.support.nvlink_cases import buffers_of
+from tests.support.on_ranks import on_ranks
 from tokenloom import reference
 from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.common import HEADER_WORDS, TURNS
@@ -30,13 +31,10 @@ BACKEND = "nvlink"
 PROBLEM = replace(CASE, dtype=BF16)
 
 
+@on_ranks("several")
 @each_layout
-def test_memory_of_masked_ranks(several: Ranks, layout: str) -> None:
+def test_memory_of_masked_ranks(context: RankContext, layout: str) -> None:
     """Nothing is stored there, not by an earlier dispatch's combine either; nothing they left here is read."""
-    several.run(check_memory, layout)
-
-
-def check_memory(context: RankContext, layout: str) -> None:
     problem = make_problem(PROBLEM, context.num_ranks)
     comm = make_comm(context, BACKEND, problem.plan)
     pair(context, comm, problem, [], layout)
@@ -100,14 +98,11 @@ def same_step(context: RankContext, step: Step, result: Any, round_: Round, mask
     same_bits(result[1], want_out, "out")
 
 
+@on_ranks("several")
 @pytest.mark.parametrize("kind", [pytest.param(kind, id=kind.name) for kind in KINDS])
-def test_bounded_calls(several: Ranks, kind: Kind) -> None:
+def test_bounded_calls(context: RankContext, kind: Kind) -> None:
     """Of every kind: in halves, per route, quantised, to tensors of the caller's. Then as CUDA graphs, which were
     captured before the mask and are replayed after it."""
-    several.run(check_bounded, kind)
-
-
-def check_bounded(context: RankContext, kind: Kind) -> None:
     with make_comm(context, BACKEND, plan_of_graphs(context.num_ranks), checked=False) as comm:
         step = Step(context, comm, kind)
         step.prepare(ROUNDS)
@@ -154,13 +149,10 @@ def check_capture(context: RankContext) -> None:
 # -- ranks that come back ---------------------------------------------------------------------------------------
 
 
-def test_back_again(several: Ranks) -> None:
+@on_ranks("several")
+def test_back_again(context: RankContext) -> None:
     """A rank makes its communicator again while the others take it back: all calls are as before the mask, on new
     memory. What was dispatched before is of no use, since the rank knows nothing of it."""
-    several.run(check_back_again)
-
-
-def check_back_again(context: RankContext) -> None:
     problem = make_problem(PROBLEM, context.num_ranks)
     comm = make_comm(context, BACKEND, problem.plan)
     for turn in range(2):
@@ -184,12 +176,9 @@ def check_back_again(context: RankContext) -> None:
         pair(context, comm, problem, [], layout)
 
 
-def test_rows_again(several: Ranks) -> None:
+@on_ranks("several")
+def test_rows_again(context: RankContext) -> None:
     """Other rows of a dispatch from before the mask come to the places of that dispatch, zeros from masked ranks."""
-    several.run(check_rows_again)
-
-
-def check_rows_again(context: RankContext) -> None:
     problem = make_problem(PROBLEM, context.num_ranks)
     comm = make_comm(context, BACKEND, problem.plan)
     for layout in ("token", "expert"):

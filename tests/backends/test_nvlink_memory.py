@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.conftest import Ranks
 from tests.support.cases import BF16, Case, Problem, expert_rows, make_problem, same_bits
 from tests.support.graph_cases import EXPERT, ROUNDS, Captured, Step, plan_of
 from tests.support.nvlink_cases import buffers_of, meet, new_comm, round_trip
+from tests.support.on_ranks import on_ranks
 from tokenloom import reference
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.streams import Event, tensors_in
@@ -22,16 +22,13 @@ from tokenloom.runtime.streams import Event, tensors_in
 LONG_CYCLES = 600_000_000  # 0.3 s at 2 GHz
 
 
+@on_ranks("hoppers")
 @pytest.mark.parametrize(
     ("layout", "mode"), [("token", "per_rank"), ("rank", "per_rank"), ("expert", "per_rank"), ("expert", "per_route")]
 )
-def test_combine_on_a_side_stream_of_what_is_dropped(hoppers: Ranks, layout: str, mode: str) -> None:
+def test_combine_on_a_side_stream_of_what_is_dropped(context: RankContext, layout: str, mode: str) -> None:
     """The combine runs on another stream than the one that made what it reads. torch was told so of y and the weights
     alone: once the caller let go of routed, its row maps were given to the next tensors of the main stream."""
-    hoppers.run(check_dropped, layout, mode)
-
-
-def check_dropped(context: RankContext, layout: str, mode: str) -> None:
     case = Case("dropped", "", tokens=(40, 0, 25, 33), hidden=64, top_k=3, pick="repeats", unused=0.2)
     problem = make_problem(case, context.num_ranks)
     want = problem.dispatched(layout)
@@ -72,14 +69,11 @@ def combine_and_drop(
 # -- captures -------------------------------------------------------------------------------------------------------
 
 
+@on_ranks("hoppers")
 @pytest.mark.parametrize("what", ["exact sizes", "dispatch, checked", "combine, checked"])
-def test_host_reads_are_not_captured(hoppers: Ranks, what: str) -> None:
+def test_host_reads_are_not_captured(context: RankContext, what: str) -> None:
     """The host cannot read in a capture, and CUDA's own error broke it, and the communicator with it. What is asked
     for can be told before anything touches the GPU."""
-    hoppers.run(check_host_reads, what)
-
-
-def check_host_reads(context: RankContext, what: str) -> None:
     checked = what != "exact sizes"
     with new_comm(context, plan_of(context.num_ranks), checked=checked) as comm:
         step = Step(context, comm, EXPERT)
@@ -119,16 +113,14 @@ LARGE = Case("large", "", tokens=(8, 5, 0, 6), spare=1016, hidden=4096, experts_
 """Few tokens in buffers for many, so that they are worth counting."""
 
 
+@on_ranks("hoppers")
 @pytest.mark.alone  # it counts the free memory of the GPU
 @pytest.mark.parametrize("how", ["dropped", "closed"])
-def test_communicators_come_and_go(hoppers: Ranks, how: str) -> None:
+def test_communicators_come_and_go(context: RankContext, how: str) -> None:
     """A communicator that is dropped lets go of its memory whenever Python collects it, on every rank at another time.
     The driver gave the address of what was freed to the next buffer of that size, which ranks that had not let go
     of the old one could not map (CUDA_ERROR_ALREADY_MAPPED). Memory is freed when the last has let go of it."""
-    hoppers.run(check_come_and_go, how == "closed")
-
-
-def check_come_and_go(context: RankContext, closed: bool) -> None:
+    closed = how == "closed"
     problem = make_problem(LARGE, context.num_ranks)
     gc.collect()
     gc.disable()  # or Python would collect when it likes

@@ -5,7 +5,6 @@ A kernel that was told where the tensors of an earlier call are would overwrite 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,17 +24,10 @@ from tokenloom.plan import Plan
 from tokenloom.runtime.openings import hash_of
 from tokenloom.runtime.streams import tensors_in
 
-NUM_RANKS, HIDDEN, TOP_K, NUM_EXPERTS = 4, 256, 2, 8
+HIDDEN, TOP_K, NUM_EXPERTS = 256, 2, 8
 SMALL, LARGE = 64, 1024
 """Tokens of a rank. In plans of few rows layout "expert" is staged, too, so that outputs are ordinary tensors."""
 BF16, FP32, INT32, INT64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
-
-
-@pytest.fixture
-def stand_ins() -> Iterator[StandIns]:
-    with StandIns(NUM_RANKS) as made, torch.no_grad():
-        made.keeps = True
-        yield made
 
 
 def make_comm(max_tokens: int, **options: Any) -> tl.Communicator:

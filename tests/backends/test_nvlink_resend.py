@@ -5,7 +5,7 @@ One that passes it wrongly would launch a kernel on wrong tensors, or send rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from tokenloom.backends.nvlink.handle import NvlinkHandle
 from tokenloom.comm.calls import ResendCall
 from tokenloom.errors import CommunicatorBroken, InvalidArgument
 
-NUM_RANKS, HIDDEN, TOP_K, NUM_EXPERTS, LARGE, TOKENS = 4, 256, 2, 8, 1024, 5
+HIDDEN, TOP_K, NUM_EXPERTS, LARGE, TOKENS = 256, 2, 8, 1024, 5
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -65,13 +65,6 @@ class Calls:
     @property
     def launcher(self) -> Any:
         return self.stand_ins.launchers[0]
-
-
-@pytest.fixture
-def stand_ins() -> Iterator[StandIns]:
-    with StandIns(NUM_RANKS) as made, torch.no_grad():
-        made.keeps = True
-        yield made
 
 
 @pytest.fixture

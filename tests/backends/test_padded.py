@@ -16,6 +16,7 @@ from tests.backends.test_gin import CASE, CASES, comm_of, there_and_back
 from tests.support import emulator
 from tests.support.cases import make_problem
 from tests.support.emulator.graphs import capture
+from tests.support.on_ranks import on_ranks
 from tokenloom.backends import registry
 from tokenloom.backends.nvlink.launcher import Half
 from tokenloom.backends.padded import launcher, memory, registration
@@ -78,13 +79,10 @@ def test_too_many_rows_are_told_on_all_ranks() -> None:
     emulator.ranks(4).run(gin.check_overflow, "padded")
 
 
+@on_ranks("emulated_four")
 @pytest.mark.slow
-def test_a_half_that_expires_sends_no_old_rows() -> None:
+def test_a_half_that_expires_sends_no_old_rows(context: RankContext) -> None:
     """The all-to-all carries its regions all the same, and their memory may have had rows of such a call before."""
-    emulator.ranks(4).run(check_expired)
-
-
-def check_expired(context: RankContext) -> None:
     problem = make_problem(CASE, context.num_ranks)
     comm = comm_of(context, problem.plan, "padded", timeout_s=gin.SOON_S)
     made: Any = comm.engine._backend
@@ -121,11 +119,8 @@ def check_expired(context: RankContext) -> None:
         assert error.value.rank == 0
 
 
-def test_what_it_says_of_itself() -> None:
-    emulator.ranks(4).run(check_words)
-
-
-def check_words(context: RankContext) -> None:
+@on_ranks("emulated_four")
+def test_what_it_says_of_itself(context: RankContext) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with comm_of(context, problem.plan, "padded") as comm:
         assert comm.transports == {"own node": "nvlink", "other nodes": "collective"}
@@ -200,18 +195,9 @@ def test_where_it_works() -> None:
     assert "all ranks are on one node" in str(registration.REGISTRATION.why_not_on(Topology.together(4)))
 
 
-def test_a_capture_that_is_given_up() -> None:
+@on_ranks("emulated_four")
+def test_a_capture_that_is_given_up(context: RankContext) -> None:
     """Regions of a call whose second half nobody can launch any more go with its first half."""
-    emulator.ranks(4).run(check_given_up)
-
-
-def give_up(comm: tl.Communicator, arguments: tuple[Any, ...], **options: Any) -> None:
-    with capture():
-        _pending = comm.send_dispatch(*arguments, **options)
-        raise InterruptedError
-
-
-def check_given_up(context: RankContext) -> None:
     problem = make_problem(CASE, context.num_ranks)
     arguments, options = problem.arguments(context), {"layout": "slots", "capacity": problem.rows_needed("slots")}
     with comm_of(context, problem.plan, "padded") as comm:
@@ -223,3 +209,9 @@ def check_given_up(context: RankContext) -> None:
         gc.collect()
         assert not comm.engine._backend._launcher._under_way  # type: ignore[attr-defined]
         there_and_back(context, comm, problem, "slots")
+
+
+def give_up(comm: tl.Communicator, arguments: tuple[Any, ...], **options: Any) -> None:
+    with capture():
+        _pending = comm.send_dispatch(*arguments, **options)
+        raise InterruptedError

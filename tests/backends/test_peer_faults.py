@@ -27,6 +27,7 @@ from tests.backends.large_plans import no_plan_is_small
 from tests.conftest import Ranks
 from tests.support.cases import Case, make_comm, make_problem, same_bits, same_routed
 from tests.support.graph_cases import ROUNDS, TOKEN, Captured, Step, plan_of
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.kernel_reports import PHASES, SOME_CALL
 from tokenloom.runtime.leftovers import release_dropped
 from tokenloom.runtime.processes import RankContext
@@ -134,15 +135,12 @@ def stays_broken(step: Step, routed: tl.Routed) -> None:
 # -- slow and late ranks ------------------------------------------------------------------------------------------
 
 
+@on_ranks("several")
 @pytest.mark.parametrize("sizes", ["exact", "bounded"])
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_slow_rank(several: Ranks, where: str, sizes: str) -> None:
+def test_slow_rank(context: RankContext, where: str, sizes: str) -> None:
     """A second is less than the timeout of five: nothing but a wait, whether the host of a rank comes late to both
     calls or its GPU is busy with something else."""
-    several.run(check_slow, where, sizes)
-
-
-def check_slow(context: RankContext, where: str, sizes: str) -> None:
     load_kernels(context).close()
     slow = context.rank == context.num_ranks - 1
 
@@ -169,14 +167,11 @@ def check_slow(context: RankContext, where: str, sizes: str) -> None:
         comm.check()
 
 
+@on_ranks("several")
 @pytest.mark.parametrize("sizes", ["exact", "bounded"])
-def test_pause_between_calls(several: Ranks, sizes: str) -> None:
+def test_pause_between_calls(context: RankContext, sizes: str) -> None:
     """A rank that writes a checkpoint, evaluates or compiles opens its next call much later than ``timeout_s``: the
     others wait for it as long as the process group would."""
-    several.run(check_pause, sizes)
-
-
-def check_pause(context: RankContext, sizes: str) -> None:
     load_kernels(context).close()
     with new_comm(context, open_timeout_s=None, checked=False) as comm:
         step = Step(context, comm, TOKEN)
@@ -234,13 +229,10 @@ LARGE = Case("large", "", tokens=(8, 5, 0, 6), spare=1016, hidden=4096, experts_
 """Few tokens in buffers for many, so that they are worth counting."""
 
 
-def test_memory_after_a_timeout(several: Ranks) -> None:
+@on_ranks("several")
+def test_memory_after_a_timeout(context: RankContext) -> None:
     """A late rank may still write to the memory of the others, until it has closed its communicator too. Then all of
     them free it: a server that makes a new communicator after each timeout does not grow."""
-    several.run(check_memory)
-
-
-def check_memory(context: RankContext) -> None:
     load_kernels(context).close()
     problem = make_problem(LARGE, context.num_ranks)
     lost_bytes, held_bytes = [], 0

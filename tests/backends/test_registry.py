@@ -14,6 +14,7 @@ import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import Case, expert_rows, make_comm, make_problem, same_bits, same_routed
 from tests.support.layer_cases import LayerCase, make_inputs, make_layer
+from tests.support.on_ranks import on_ranks
 from tests.support.toy_backend import ToyBackend, make, toy
 from tokenloom import reference
 from tokenloom.backends import registry
@@ -224,13 +225,11 @@ def test_the_two_receive_buffers_are_alike(plan: Plan, value_bytes: int) -> None
         assert {offset(f"{name}1") - offset(f"{name}0") for name in names} == {offset("rows1") - offset("rows0")}
 
 
+@on_ranks("four")
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_a_rank_that_fails_between_two_steps(four: Ranks, step: int) -> None:
+def test_a_rank_that_fails_between_two_steps(context: RankContext, step: int) -> None:
     """The others are at the next one, and hear of it there. All take the next backend, with that rank's reason."""
-    four.run(check_failing_step, step)
 
-
-def check_failing_step(context: RankContext, step: int) -> None:
     def make_in_steps(request: Request, ranks: RankGroup) -> Any:
         for number in range(2):
             if (context.rank, number) == (2, step):
@@ -304,13 +303,10 @@ def check_others_registered(context: RankContext) -> str:
     return without_toy(context)
 
 
-def test_a_backend_from_outside(ranks: Ranks) -> None:
+@on_ranks
+def test_a_backend_from_outside(context: RankContext) -> None:
     """One module and one registration: "auto" and its name find it, calls and layers run on it, and what it cannot do
     is refused by what it says of itself. Nothing in the package knows its name."""
-    ranks.run(check_toy)
-
-
-def check_toy(context: RankContext) -> None:
     problem = make_problem(Case("toy", "", tokens=(5, 0, 3), unused=0.2, top_k=3, dtype=FP32), context.num_ranks)
     with registered(toy()):
         for backend in ("auto", "toy"):
@@ -409,13 +405,10 @@ def failing(context: RankContext, rank: int, error: Exception, closed: list[int]
     return make_or_fail
 
 
-def test_a_backend_that_cannot_be_made(ranks: Ranks) -> None:
+@on_ranks
+def test_a_backend_that_cannot_be_made(context: RankContext) -> None:
     """A process that cannot map another's memory, say: under "auto" all ranks go on to the next backend and say why.
     Asked for by name it is unavailable on all of them. What the others had made is closed."""
-    ranks.run(check_cannot_be_made)
-
-
-def check_cannot_be_made(context: RankContext) -> None:
     odd, closed = context.num_ranks - 1, []
     expected = without_toy(context)
     reason = f"toy does not work on {'every rank' if odd == 0 else f'rank {odd}'}: it failed when it was made: no glue"
@@ -490,12 +483,9 @@ def no_odd_ranks(by_rank: Sequence[Availability]) -> list[tuple[int, str]]:
     return [(rank, "it is odd") for rank in range(1, len(by_rank), 2)]
 
 
-def test_objections(ranks: Ranks) -> None:
+@on_ranks
+def test_objections(context: RankContext) -> None:
     """What ranks can tell only together, and what one can tell alone: "auto" goes on, a name raises."""
-    ranks.run(check_objections)
-
-
-def check_objections(context: RankContext) -> None:
     expected = without_toy(context)
     entries = {"it is broken": toy(works=False)}
     if context.num_ranks > 1:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import Ranks
+from tests.support.on_ranks import on_ranks
 from tokenloom.bench.common import timing
 from tokenloom.bench.common.packages import PackageMissing
 from tokenloom.bench.mega import clock, measure, others
@@ -115,7 +116,9 @@ def test_a_cold_sample_is_one_call_behind_an_overwritten_cache(cold: bool, monke
     assert seen == ([0, 0] if cold else [])
 
 
-def captures_on_rank(context: RankContext) -> None:
+@on_ranks("cpu_ranks")
+def test_a_capture_that_fails_anywhere_fails_everywhere(context: RankContext) -> None:
+    """Or some would replay and wait for ever. One whose replays do nothing fails too. The first cause is told."""
     fake: Any = FakeClock(context)
     out = torch.zeros(3, 2)
 
@@ -140,11 +143,6 @@ def captures_on_rank(context: RankContext) -> None:
     graph, why_not = clock.try_capture(fake, writes, out)
     assert (graph, why_not) == (None, f"rank {context.num_ranks - 1}: it waits for the host")
     assert fake.called == [], "no rank replays what another cannot"
-
-
-def test_a_capture_that_fails_anywhere_fails_everywhere(cpu_ranks: Ranks) -> None:
-    """Or some would replay and wait for ever. One whose replays do nothing fails too. The first cause is told."""
-    cpu_ranks.run(captures_on_rank)
 
 
 def test_weights_of_a_rank() -> None:
@@ -210,7 +208,10 @@ def fake_deep_gemm(**changes: Any) -> Any:
     return mock.patch.dict(sys.modules, deep_gemm=module)
 
 
-def rival_on_rank(context: RankContext) -> None:
+@on_ranks("cpu_ranks")
+def test_deep_gemm_is_called_as_it_wants(context: RankContext) -> None:
+    """The sizes in its order, x in FP8 with scales in its buffer, its own transformation of weights, destroyed in the
+    end: a stand-in for it checks them. What the true one does needs it, and GPUs."""
     generator = torch.Generator().manual_seed(context.rank)
     with fake_deep_gemm():
         weights = measure.make_weights(SHAPE, context)
@@ -226,12 +227,6 @@ def rival_on_rank(context: RankContext) -> None:
             assert calc_diff(out, want) < 1e-3  # FP8 rounds by a sixteenth at most
         rival.close()
         assert rival._buffer.destroyed
-
-
-def test_deep_gemm_is_called_as_it_wants(cpu_ranks: Ranks) -> None:
-    """The sizes in its order, x in FP8 with scales in its buffer, its own transformation of weights, destroyed in the
-    end: a stand-in for it checks them. What the true one does needs it, and GPUs."""
-    cpu_ranks.run(rival_on_rank)
 
 
 class FakeMega:

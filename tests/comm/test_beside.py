@@ -26,6 +26,7 @@ from tests.support.cases import (
     same_bytes,
     same_routed,
 )
+from tests.support.on_ranks import on_ranks
 from tokenloom import reference
 from tokenloom.runtime.processes import RankContext
 
@@ -110,13 +111,10 @@ def check_combine_weights(context: RankContext, backend: str, layout: str, optio
             same_bits(home, want, "weights at home")
 
 
+@on_ranks
 @each_backend
-def test_every_column_counts(ranks: Ranks, backend: str) -> None:
+def test_every_column_counts(context: RankContext, backend: str) -> None:
     """In layouts of tokens a column without a route on that rank is added as well: W times ones are not all ones."""
-    ranks.run(check_every_column, backend)
-
-
-def check_every_column(context: RankContext, backend: str) -> None:
     problem = make_problem(replace(CASE, unused=0.0), context.num_ranks)
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
         x, ids, weights = problem.arguments(context)
@@ -154,16 +152,13 @@ def check_reweighted(context: RankContext, backend: str, layout: str, first: str
         same_bits(comm.combine(y, routed, weighted=weighted), plain[context.rank], "the first weights")
 
 
+@on_ranks
 @pytest.mark.sampled(3)
 @each_backend
 @pytest.mark.parametrize("layout", ["expert", "slots"])
 @pytest.mark.parametrize("first", ["given", "absent"])
-def test_weights_of_a_combine(ranks: Ranks, backend: str, layout: str, first: str) -> None:
+def test_weights_of_a_combine(context: RankContext, backend: str, layout: str, first: str) -> None:
     """Weights that only home knows, other ones in each call. Those of unused routes are NaN and never count."""
-    ranks.run(check_weights_of_a_combine, backend, layout, first)
-
-
-def check_weights_of_a_combine(context: RankContext, backend: str, layout: str, first: str) -> None:
     problem = make_problem(replace(CASE, weights=first), context.num_ranks)
     generator = torch.Generator().manual_seed(3)
     want = problem.dispatched(layout)
@@ -190,13 +185,10 @@ def check_weights_of_a_combine(context: RankContext, backend: str, layout: str, 
         )
 
 
+@on_ranks
 @each_backend
-def test_weights_that_a_combine_cannot_use(ranks: Ranks, backend: str) -> None:
+def test_weights_that_a_combine_cannot_use(context: RankContext, backend: str) -> None:
     """They are refused before anything is sent, on all ranks alike, whatever the backend does with weights."""
-    ranks.run(check_unusable_weights, backend)
-
-
-def check_unusable_weights(context: RankContext, backend: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with make_comm(context, backend, problem.plan) as comm:
         x, ids, weights = problem.arguments(context)

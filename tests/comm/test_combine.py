@@ -26,6 +26,7 @@ from tests.support.cases import (
     same_bits,
     sums_for,
 )
+from tests.support.on_ranks import on_ranks
 from tests.support.wire import count_wire
 from tokenloom import reference
 from tokenloom.plan import ROUTE_LAYOUTS
@@ -152,13 +153,10 @@ def check_sums(context: RankContext, backend: str, mode: str) -> None:
 # -- one communicator, several dispatches -----------------------------------------------------------------------
 
 
+@on_ranks
 @each_backend
-def test_several_dispatches_at_once(ranks: Ranks, backend: str) -> None:
+def test_several_dispatches_at_once(context: RankContext, backend: str) -> None:
     """Layers that share a communicator: combined in another order than dispatched, and one of them twice."""
-    ranks.run(check_several, backend)
-
-
-def check_several(context: RankContext, backend: str) -> None:
     problems = [make_problem(Case("several", "", seed=seed, unused=0.2), context.num_ranks) for seed in range(3)]
     comm = make_comm(context, backend, problems[0].plan)
     layouts = ["expert", "token", "rank"]
@@ -171,13 +169,10 @@ def check_several(context: RankContext, backend: str) -> None:
         check_combine(context, comm, problems[index], routed[index], want, (FP32, None, None))
 
 
+@on_ranks
 @each_backend
-def test_result_belongs_to_the_caller(ranks: Ranks, backend: str) -> None:
+def test_result_belongs_to_the_caller(context: RankContext, backend: str) -> None:
     """A result is not changed by later combines, nor they by what is done to it."""
-    ranks.run(check_result_belongs_to_the_caller, backend)
-
-
-def check_result_belongs_to_the_caller(context: RankContext, backend: str) -> None:
     problem = make_problem(Case("result", "", tokens=(4, 2), dtype=FP32), context.num_ranks)
     comm = make_comm(context, backend, problem.plan)
     routed = comm.dispatch(*problem.arguments(context))
@@ -193,12 +188,9 @@ def check_result_belongs_to_the_caller(context: RankContext, backend: str) -> No
 # -- what is on the wire ----------------------------------------------------------------------------------------
 
 
-def test_wire(ranks: Ranks) -> None:
+@on_ranks
+def test_wire(context: RankContext) -> None:
     """Per rank: one row for each (token, rank), in any layout; per route: one for each route; in wire_dtype."""
-    ranks.run(check_wire)
-
-
-def check_wire(context: RankContext) -> None:
     case = Case("wire", "", tokens=(9, 0, 5, 7), top_k=6, pick="repeats", unused=0.2, hidden=64, dtype=FP32)
     problem = make_problem(case, context.num_ranks)
     comm = make_comm(context, "collective", problem.plan)

@@ -32,6 +32,7 @@ from tests.support.cases import (
     same_routed,
     two_ranks_only,
 )
+from tests.support.on_ranks import on_ranks
 from tests.support.wire import count_wire
 from tokenloom import reference
 from tokenloom.comm import autograd
@@ -44,16 +45,13 @@ ALIGNMENTS = (1, 4, 128)
 # -- against the reference --------------------------------------------------------------------------------------
 
 
+@on_ranks
 @pytest.mark.sampled(4)
 @pytest.mark.slow_on(1, 4)
 @each_backend
 @pytest.mark.parametrize("case", case_params())
-def test_dispatch(ranks: Ranks, backend: str, case: Case) -> None:
+def test_dispatch(context: RankContext, backend: str, case: Case) -> None:
     """Every case in every layout, with exact and with bounded sizes."""
-    ranks.run(check_case, backend, case)
-
-
-def check_case(context: RankContext, backend: str, case: Case) -> None:
     problem = make_problem(case, context.num_ranks)
     comm = make_comm(context, backend, problem.plan)
     for layout in LAYOUTS:
@@ -171,17 +169,14 @@ def problem_to_fp8(case: Case, num_ranks: int) -> Problem:
     return replace(problem, topk_weights=[weights.float() for weights in problem.topk_weights])
 
 
+@on_ranks
 @pytest.mark.sampled(4)
 @pytest.mark.slow_on(1, 4)
 @each_backend
 @scales_of
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in TO_FP8_CASES])
-def test_to_fp8(ranks: Ranks, backend: str, case: Case, power_of_two: bool) -> None:
+def test_to_fp8(context: RankContext, backend: str, case: Case, power_of_two: bool) -> None:
     """Every layout and size: what the reference says, and what a dispatch of quantize_fp8's pair brings."""
-    ranks.run(check_to_fp8, backend, case, power_of_two)
-
-
-def check_to_fp8(context: RankContext, backend: str, case: Case, power_of_two: bool) -> None:
     problem = problem_to_fp8(case, context.num_ranks)
     comm = make_comm(context, backend, problem.plan)
     x, ids, weights = problem.arguments(context)
@@ -213,14 +208,11 @@ def check_to_fp8(context: RankContext, backend: str, case: Case, power_of_two: b
     comm.check()
 
 
+@on_ranks
 @each_backend
 @scales_of
-def test_to_fp8_and_gradients(ranks: Ranks, backend: str, power_of_two: bool) -> None:
+def test_to_fp8_and_gradients(context: RankContext, backend: str, power_of_two: bool) -> None:
     """The weights have the gradient that they have beside a quantised pair; x may require one under no_grad."""
-    ranks.run(check_to_fp8_and_gradients, backend, power_of_two)
-
-
-def check_to_fp8_and_gradients(context: RankContext, backend: str, power_of_two: bool) -> None:
     problem = make_problem(Case("grad", "", dtype=BF16, hidden=256, unused=0.2), context.num_ranks)
     problem = replace(problem, xs=[torch.nan_to_num(x, 1.0, 1.0, 1.0) for x in problem.xs])  # finite, near 1
     comm = make_comm(context, backend, problem.plan)
@@ -246,14 +238,11 @@ def check_to_fp8_and_gradients(context: RankContext, backend: str, power_of_two:
     same_routed(routed, want[context.rank], problem.plan)
 
 
+@on_ranks
 @each_backend
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_to_fp8_on_another_stream(ranks: Ranks, backend: str, layout: str) -> None:
+def test_to_fp8_on_another_stream(context: RankContext, backend: str, layout: str) -> None:
     """x is quantised on the stream of the call."""
-    ranks.run(check_to_fp8_on_another_stream, backend, layout)
-
-
-def check_to_fp8_on_another_stream(context: RankContext, backend: str, layout: str) -> None:
     problem = problem_to_fp8(Case("async", "", tokens=(6, 4), hidden=128), context.num_ranks)
     comm = make_comm(context, backend, problem.plan)
     x, ids, weights = problem.arguments(context)
@@ -307,13 +296,10 @@ def test_what_a_handle_keeps_has_no_graph() -> None:
     assert handle.topk_weights.grad_fn is None
 
 
+@on_ranks
 @each_backend
-def test_inputs_are_left_alone(ranks: Ranks, backend: str) -> None:
+def test_inputs_are_left_alone(context: RankContext, backend: str) -> None:
     """Dispatch and combine write to none of their arguments."""
-    ranks.run(check_inputs_are_left_alone, backend)
-
-
-def check_inputs_are_left_alone(context: RankContext, backend: str) -> None:
     problem = make_problem(Case("inputs", "", unused=0.3, weights="nan where unused"), context.num_ranks)
     comm = make_comm(context, backend, problem.plan)
     x, ids, weights = problem.arguments(context)
@@ -330,14 +316,11 @@ def check_inputs_are_left_alone(context: RankContext, backend: str) -> None:
     same_bytes(y, before.cpu(), "y")
 
 
+@on_ranks
 @each_backend
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_on_another_stream(ranks: Ranks, backend: str, layout: str) -> None:
+def test_on_another_stream(context: RankContext, backend: str, layout: str) -> None:
     """Calls run on the stream that is current, whichever it is."""
-    ranks.run(check_on_another_stream, backend, layout)
-
-
-def check_on_another_stream(context: RankContext, backend: str, layout: str) -> None:
     problem = make_problem(Case("async", "", tokens=(6, 4), top_k=3, hidden=64, unused=0.2), context.num_ranks)
     comm = make_comm(context, backend, problem.plan)
     want = problem.dispatched(layout)
@@ -368,13 +351,10 @@ def test_alone() -> None:
 # -- what is on the wire ----------------------------------------------------------------------------------------
 
 
+@on_ranks
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_row_per_token_and_rank(ranks: Ranks, layout: str) -> None:
+def test_one_row_per_token_and_rank(context: RankContext, layout: str) -> None:
     """However many experts a token has on a rank, in any layout; ids and weights cost 8 bytes a place."""
-    ranks.run(check_wire, layout)
-
-
-def check_wire(context: RankContext, layout: str) -> None:
     others = []
     for hidden in (64, 640):
         case = Case("wire", "", tokens=(9, 0, 5, 7), top_k=6, pick="repeats", unused=0.2, hidden=hidden, dtype=FP32)
@@ -389,12 +369,9 @@ def check_wire(context: RankContext, layout: str) -> None:
     assert others[0] == others[1], "what the handshake carries must not grow with the hidden size"
 
 
-def test_to_fp8_sends_fp8(ranks: Ranks) -> None:
+@on_ranks
+def test_to_fp8_sends_fp8(context: RankContext) -> None:
     """A byte a value and a scale per 128: x is quantised before it travels."""
-    ranks.run(check_to_fp8_wire)
-
-
-def check_to_fp8_wire(context: RankContext) -> None:
     case = Case("wire", "", tokens=(5, 0, 3), top_k=6, pick="repeats", hidden=256)
     problem = problem_to_fp8(case, context.num_ranks)
     comm = make_comm(context, "collective", problem.plan)
@@ -420,14 +397,11 @@ BOUNDED_OVERFLOWS = [*OVERFLOWS, pytest.param("slots", 1, id="slots")]
 overflowing = Case("overflow", "", tokens=(7, 4, 0, 5), top_k=3, pick="repeats", unused=0.1, experts_per_rank=2)
 
 
+@on_ranks
 @each_backend
 @pytest.mark.parametrize(("layout", "alignment"), OVERFLOWS)
-def test_exact_overflow(ranks: Ranks, backend: str, layout: str, alignment: int) -> None:
+def test_exact_overflow(context: RankContext, backend: str, layout: str, alignment: int) -> None:
     """All ranks raise, with the capacity that would do on every rank, before anything is sent."""
-    ranks.run(check_exact_overflow, backend, layout, alignment)
-
-
-def check_exact_overflow(context: RankContext, backend: str, layout: str, alignment: int) -> None:
     problem = make_problem(overflowing, context.num_ranks)
     comm = make_comm(context, backend, problem.plan)
     needed = problem.rows_needed(layout, alignment)
@@ -442,15 +416,12 @@ def check_exact_overflow(context: RankContext, backend: str, layout: str, alignm
     same_routed(routed, problem.dispatched(layout, alignment=alignment)[context.rank], problem.plan)
 
 
+@on_ranks
 @pytest.mark.sampled(3)
 @each_backend
 @pytest.mark.parametrize(("layout", "alignment"), BOUNDED_OVERFLOWS)
-def test_bounded_overflow(ranks: Ranks, backend: str, layout: str, alignment: int) -> None:
+def test_bounded_overflow(context: RankContext, backend: str, layout: str, alignment: int) -> None:
     """What fits is right, what does not is NaN, and every rank raises once, at whatever it calls next."""
-    ranks.run(check_bounded_overflow, backend, layout, alignment)
-
-
-def check_bounded_overflow(context: RankContext, backend: str, layout: str, alignment: int) -> None:
     problem = make_problem(overflowing, context.num_ranks)
     comm = make_comm(context, backend, problem.plan)
     arguments = problem.arguments(context)
@@ -517,14 +488,11 @@ def dropped(problem: Problem, want: list[reference.Routed], source: int, token: 
     return any(((source, token, k) if expert else (source, token)) not in want[rank].rows for k, rank in routes)
 
 
+@on_ranks
 @each_backend
 @pytest.mark.parametrize("next_call", ["dispatch", "combine"])
-def test_overflow_raises_at_the_next_call(ranks: Ranks, backend: str, next_call: str) -> None:
+def test_overflow_raises_at_the_next_call(context: RankContext, backend: str, next_call: str) -> None:
     """Also on ranks that lost nothing themselves; the call after that works."""
-    ranks.run(check_overflow_at_next_call, backend, next_call)
-
-
-def check_overflow_at_next_call(context: RankContext, backend: str, next_call: str) -> None:
     case = Case("one-sided", "", tokens=(3,), pick="one rank", dtype=FP32)  # only the last rank receives anything
     problem = make_problem(case, context.num_ranks)
     comm = make_comm(context, backend, problem.plan)

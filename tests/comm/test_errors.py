@@ -22,6 +22,7 @@ from tests.support.cases import (
     make_problem,
     same_routed,
 )
+from tests.support.on_ranks import on_ranks
 from tests.support.wire import count_wire
 from tokenloom import errors
 from tokenloom.backends import registry
@@ -242,36 +243,27 @@ def still_works(context: RankContext, comm: tl.Communicator, problem: Problem) -
     same_routed(comm.dispatch(x, ids, weights), problem.dispatched("expert")[context.rank], problem.plan)
 
 
+@on_ranks
 @each_backend
 @pytest.mark.parametrize("index", params(DISPATCH_FAULTS))
-def test_dispatch_fault(ranks: Ranks, backend: str, index: int) -> None:
+def test_dispatch_fault(context: RankContext, backend: str, index: int) -> None:
     """Every check of dispatch, on one rank only."""
-    ranks.run(check_dispatch_fault, backend, index)
-
-
-def check_dispatch_fault(context: RankContext, backend: str, index: int) -> None:
     run_dispatch_fault(context, backend, base_problem(context.num_ranks, dtype=FP32), DISPATCH_FAULTS[index])
 
 
+@on_ranks
 @each_backend
 @pytest.mark.parametrize("index", params(FP8_FAULTS))
-def test_fp8_fault(ranks: Ranks, backend: str, index: int) -> None:
+def test_fp8_fault(context: RankContext, backend: str, index: int) -> None:
     """Every check of a payload with scales, on one rank only."""
-    ranks.run(check_fp8_fault, backend, index)
-
-
-def check_fp8_fault(context: RankContext, backend: str, index: int) -> None:
     run_dispatch_fault(context, backend, base_problem(context.num_ranks, dtype=FP8, hidden=256), FP8_FAULTS[index])
 
 
+@on_ranks
 @each_backend
 @pytest.mark.parametrize("index", params(TO_FP8_FAULTS))
-def test_to_fp8_fault(ranks: Ranks, backend: str, index: int) -> None:
+def test_to_fp8_fault(context: RankContext, backend: str, index: int) -> None:
     """Every check of a payload that is to be quantised, on one rank only."""
-    ranks.run(check_to_fp8_fault, backend, index)
-
-
-def check_to_fp8_fault(context: RankContext, backend: str, index: int) -> None:
     problem = base_problem(context.num_ranks, dtype=FP32, hidden=256)
     run_dispatch_fault(context, backend, problem, TO_FP8_FAULTS[index], to_fp8=True)
 
@@ -314,13 +306,10 @@ def check_combine_fault(context: RankContext, backend: str, layout: str, index: 
     still_works(context, comm, problem)
 
 
+@on_ranks
 @each_backend
-def test_combine_on_the_wrong_communicator(ranks: Ranks, backend: str) -> None:
+def test_combine_on_the_wrong_communicator(context: RankContext, backend: str) -> None:
     """Row maps of one communicator mean nothing on another; and weights that were never given cannot weigh."""
-    ranks.run(check_wrong_communicator, backend)
-
-
-def check_wrong_communicator(context: RankContext, backend: str) -> None:
     problem = base_problem(context.num_ranks, dtype=FP32)
     comm, other = (make_comm(context, backend, problem.plan) for _ in range(2))
     x, ids, weights = problem.arguments(context)
@@ -334,13 +323,10 @@ def check_wrong_communicator(context: RankContext, backend: str) -> None:
     comm.combine(unweighted.tokens, unweighted, weighted=False)
 
 
+@on_ranks
 @each_backend
-def test_two_ranks_fail_at_once(ranks: Ranks, backend: str) -> None:
+def test_two_ranks_fail_at_once(context: RankContext, backend: str) -> None:
     """Each raises its own; the others name the lowest of them; a long message is cut, not lost."""
-    ranks.run(check_two_fail, backend)
-
-
-def check_two_fail(context: RankContext, backend: str) -> None:
     problem = base_problem(context.num_ranks, dtype=FP32)
     comm = make_comm(context, backend, problem.plan)
     x, ids, weights = problem.arguments(context)
@@ -358,12 +344,9 @@ def check_two_fail(context: RankContext, backend: str) -> None:
     still_works(context, comm, problem)
 
 
-def test_fp8_under_no_grad(ranks: Ranks) -> None:
+@on_ranks
+def test_fp8_under_no_grad(context: RankContext) -> None:
     """What requires grad may be dispatched where no gradient is recorded."""
-    ranks.run(check_fp8_under_no_grad)
-
-
-def check_fp8_under_no_grad(context: RankContext) -> None:
     problem = base_problem(context.num_ranks, dtype=FP8, hidden=128)
     comm = make_comm(context, "collective", problem.plan)
     (q, scales), ids, weights = problem.arguments(context)  # type: ignore[misc]
@@ -543,12 +526,9 @@ def check_construction_fault(context: RankContext, index: int) -> None:
     )
 
 
-def test_unavailable_backend(ranks: Ranks) -> None:
+@on_ranks
+def test_unavailable_backend(context: RankContext) -> None:
     """Asked for by name: on every rank the reason, and what to use instead; auto takes another and says why."""
-    ranks.run(check_unavailable)
-
-
-def check_unavailable(context: RankContext) -> None:
     found = {each.name: each for each in registry.availability("gloo", torch.device("cpu"))}
     assert not found["nvlink"].works
     if context.device.type == "cpu":
@@ -562,12 +542,9 @@ def check_unavailable(context: RankContext) -> None:
         assert f"rank {context.rank} of {context.num_ranks}" in comm.describe()
 
 
-def test_closed(ranks: Ranks) -> None:
+@on_ranks
+def test_closed(context: RankContext) -> None:
     """Every call after close raises, and closing again is fine."""
-    ranks.run(check_closed)
-
-
-def check_closed(context: RankContext) -> None:
     problem = base_problem(context.num_ranks)
     arguments = problem.arguments(context)
     with make_comm(context, "collective", problem.plan) as comm:

@@ -7,30 +7,18 @@ catch it. So the ranks here are processes that a test survives.
 from __future__ import annotations
 
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 
 import tokenloom as tl
-from tests.support.server import Server
+from tests.support.on_ranks import on_ranks
 from tests.support.slow import mostly_slow
 from tokenloom.runtime.processes import RankContext
 
 NUM_RANKS = 4
-LIMIT_S = 90.0
 ORDER = "make all communicators, and their calls, in the same order on all ranks"
-
-
-def on_ranks(body: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS) -> list[Any]:
-    """``body(context, *args)`` on each rank, all of which return."""
-    with Server(num_ranks, run_body, body, args, device="cpu") as server:
-        return server.hear_all("returned", LIMIT_S)
-
-
-def run_body(context: RankContext, _: Connection, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return body(context, *args)
 
 
 def make_comm(context: RankContext, experts_per_rank: int = 4, **options: Any) -> tl.Communicator:
@@ -69,12 +57,9 @@ def step(layer: tl.ExpertParallelMoE) -> None:
 # -- other sizes, another order -----------------------------------------------------------------------------------
 
 
+@on_ranks("new_four")
 @pytest.mark.parametrize("odd", mostly_slow([0, 2], [0]))
-def test_communicators_of_other_sizes_in_another_order(odd: int) -> None:
-    on_ranks(check_sizes_in_another_order, odd)
-
-
-def check_sizes_in_another_order(context: RankContext, odd: int) -> None:
+def test_communicators_of_other_sizes_in_another_order(context: RankContext, odd: int) -> None:
     comms = [make_comm(context, 2), make_comm(context, 8)]
     works(*comms)
     for comm in comms if context.rank != odd else reversed(comms):
@@ -83,12 +68,9 @@ def check_sizes_in_another_order(context: RankContext, odd: int) -> None:
     works(*comms)
 
 
-def test_one_call_in_another_order() -> None:
+@on_ranks("new_four")
+def test_one_call_in_another_order(context: RankContext) -> None:
     """The ranks mean the same again at once, in both communicators, although each has missed a call of one."""
-    on_ranks(check_one_call)
-
-
-def check_one_call(context: RankContext) -> None:
     comms = [make_comm(context, 2), make_comm(context, 8)]
     for _ in range(2):
         works(comms[0])
@@ -97,12 +79,9 @@ def check_one_call(context: RankContext) -> None:
     works(*comms)
 
 
-def test_layers_of_other_sizes_in_another_order() -> None:
+@on_ranks("new_four")
+def test_layers_of_other_sizes_in_another_order(context: RankContext) -> None:
     """Their sums of router losses are messages of other lengths too."""
-    on_ranks(check_layers)
-
-
-def check_layers(context: RankContext) -> None:
     layers = [make_layer(context, 1, balance_coef=0.1), make_layer(context, 4, balance_coef=0.1)]
     for layer in layers if context.rank else reversed(layers):
         with pytest.raises(tl.PlanMismatch, match="communicator="):
@@ -111,13 +90,10 @@ def check_layers(context: RankContext) -> None:
         step(layer)
 
 
+@on_ranks("new_four")
 @pytest.mark.parametrize("experts_per_rank", [2, 300], ids=["few experts", "more than a first message holds"])
-def test_more_experts_than_a_message_holds(experts_per_rank: int) -> None:
+def test_more_experts_than_a_message_holds(context: RankContext, experts_per_rank: int) -> None:
     """Their counts follow in a second message, behind a fault or another call too."""
-    on_ranks(check_many_experts, experts_per_rank)
-
-
-def check_many_experts(context: RankContext, experts_per_rank: int) -> None:
     comm, other = make_comm(context, experts_per_rank), make_comm(context, 3)
     works(comm, other)
     last = context.num_ranks - 1
@@ -141,12 +117,9 @@ MAKERS: dict[str, Callable[[RankContext], Any]] = {
 }
 
 
+@on_ranks("new_four")
 @pytest.mark.parametrize("what", mostly_slow(list(MAKERS), ["Communicator"]))
-def test_one_rank_makes_something(what: str) -> None:
-    on_ranks(check_one_makes, what)
-
-
-def check_one_makes(context: RankContext, what: str) -> None:
+def test_one_rank_makes_something(context: RankContext, what: str) -> None:
     comm = make_comm(context)
     works(comm)
     for odd in (1, 0):
@@ -158,11 +131,8 @@ def check_one_makes(context: RankContext, what: str) -> None:
     works(comm, new)
 
 
-def test_one_rank_gathers_a_state_dict() -> None:
-    on_ranks(check_state_dict)
-
-
-def check_state_dict(context: RankContext) -> None:
+@on_ranks("new_four")
+def test_one_rank_gathers_a_state_dict(context: RankContext) -> None:
     layer = make_layer(context, balance_coef=0.1)
     for odd in (2, 0):
         with pytest.raises(tl.PlanMismatch, match="gather_state_dict"):
@@ -182,15 +152,13 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
+@on_ranks("new_four")
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("fault", ["skips a backward", "makes a forward more", "has a batch fewer", "clips early"])
-def test_out_of_step(loss: str, fault: str) -> None:
+def test_out_of_step(context: RankContext, loss: str, fault: str) -> None:
     """It is no matter of deadlines: all hear at once what each has begun, and the next step works."""
-    on_ranks(check_out_of_step, LOSSES[loss], fault)
-
-
-def check_out_of_step(context: RankContext, options: dict[str, Any], fault: str) -> None:
+    options = LOSSES[loss]
     layer, odd = make_layer(context, **options), context.rank == 1
 
     def steps() -> None:
@@ -214,12 +182,9 @@ def check_out_of_step(context: RankContext, options: dict[str, Any], fault: str)
     step(layer)
 
 
-def test_a_bias_that_one_rank_updates() -> None:
+@on_ranks("new_four")
+def test_a_bias_that_one_rank_updates(context: RankContext) -> None:
     """Routers would drift apart in silence. Where all have the same again, the layer works."""
-    on_ranks(check_bias)
-
-
-def check_bias(context: RankContext) -> None:
     layer = make_layer(context, router=tl.Router(8, 2, "sigmoid", correction_bias=True))
     step(layer)
     if context.rank == 1:
@@ -233,12 +198,9 @@ def check_bias(context: RankContext) -> None:
     step(layer)
 
 
-def test_counts_are_exact() -> None:
+@on_ranks("new_four")
+def test_counts_are_exact(context: RankContext) -> None:
     """Above 2^24 a float32 has no odd numbers."""
-    on_ranks(check_exact_counts)
-
-
-def check_exact_counts(context: RankContext) -> None:
     from tokenloom.ops.router import RouterSums
     from tokenloom.training.gradients import sum_over_ranks
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import tokenloom as tl
-from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, make_comm, make_problem
+from tests.support.on_ranks import on_ranks
 from tests.support.patience import PATIENCE_S
 from tokenloom.compat import deep_ep
 from tokenloom.runtime.processes import RankContext
@@ -56,7 +56,10 @@ def told(call: Callable[[], object]) -> str:
     return "nothing"
 
 
-def check_communicator(context: RankContext, masks: bool) -> None:
+@on_ranks("four")
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_communicator(context: RankContext, masks: bool) -> None:
+    """Each call raises at once. It hung, and a parent aborted; closing it in the fork was heard by the other ranks."""
     problem = make_problem(CASE, context.num_ranks)
     x, ids, weights = problem.arguments(context)
     assert isinstance(x, torch.Tensor)
@@ -97,13 +100,9 @@ def check_communicator(context: RankContext, masks: bool) -> None:
         assert leaf.grad is not None
 
 
-@pytest.mark.parametrize("masks", [False, True])
-def test_a_communicator(four: Ranks, masks: bool) -> None:
-    """Each call raises at once. It hung, and a parent aborted; closing it in the fork was heard by the other ranks."""
-    four.run(check_communicator, masks)
-
-
-def check_layers(context: RankContext) -> None:
+@on_ranks("four")
+def test_layers_and_buffers(context: RankContext) -> None:
+    """The same through whoever makes calls; the last one needs a communicator that the parent had not made."""
     group, device = context.group, context.device
     layer = tl.ExpertParallelMoE(group, **SIZES, device=device)
     mega = tl.MegaMoE(group, backend="reference", device=device, **SIZES)
@@ -138,22 +137,14 @@ def check_layers(context: RankContext) -> None:
     buffer.destroy()
 
 
-def test_layers_and_buffers(four: Ranks) -> None:
-    """The same through whoever makes calls; the last one needs a communicator that the parent had not made."""
-    four.run(check_layers)
-
-
-def check_unused_group(context: RankContext) -> None:
+@on_ranks("four")
+def test_a_group_that_nobody_has_used(context: RankContext) -> None:
+    """A communicator on it would wait in the fork for connections that are its parent's."""
     group = dist.new_group(list(range(context.num_ranks)))
     said = in_fork(
         lambda: told(lambda: tl.Communicator(group, num_experts=8, hidden=8, top_k=2, max_tokens_per_rank=4))
     )
     assert said.startswith("InvalidArgument: the process group was made by the process from which process"), said
-
-
-def test_a_group_that_nobody_has_used(four: Ranks) -> None:
-    """A communicator on it would wait in the fork for connections that are its parent's."""
-    four.run(check_unused_group)
 
 
 def test_a_rank_alone() -> None:

@@ -30,6 +30,7 @@ from tests.support.cases import (
     order_of,
     same_bits,
 )
+from tests.support.on_ranks import on_ranks
 from tokenloom import reference
 from tokenloom.plan import ROUTE_LAYOUTS
 from tokenloom.runtime.processes import RankContext
@@ -333,14 +334,11 @@ def check_any_tokens(context: RankContext, backend: str, layout: str) -> None:
         check_network(context, network, lambda x, ids, w, m, comm=comm: distributed(comm, x, ids, w, m, layout))
 
 
+@on_ranks
 @each_backend
 @each_layout
-def test_strides_of_incoming_gradients(ranks: Ranks, backend: str, layout: str) -> None:
+def test_strides_of_incoming_gradients(context: RankContext, backend: str, layout: str) -> None:
     """sum() gives an expanded gradient, a transposed use a non-contiguous one; to combine and to dispatch."""
-    ranks.run(check_strides, backend, layout)
-
-
-def check_strides(context: RankContext, backend: str, layout: str) -> None:
     for tokens in ((4, 0, 2), (1, 0)):
         # float32, whose rows are viewed as wider words on their way: strides matter more than in float64.
         network = make_network(context.num_ranks, FP32, tokens=tokens)
@@ -377,15 +375,13 @@ def check_strides(context: RankContext, backend: str, layout: str) -> None:
             assert torch.equal(x.grad, want)
 
 
+@on_ranks
 @each_backend
 @each_layout
 @pytest.mark.parametrize("needed", ["x", "weights", "matrices", "x weights", "weights matrices"])
-def test_only_some_require_grad(ranks: Ranks, backend: str, layout: str, needed: str) -> None:
+def test_only_some_require_grad(context: RankContext, backend: str, layout: str, needed: str) -> None:
     """What requires no gradient gets none, and what does gets the right one."""
-    ranks.run(check_some, backend, layout, needed.split())
-
-
-def check_some(context: RankContext, backend: str, layout: str, needed: list[str]) -> None:
+    needed = needed.split()
     network = make_network(context.num_ranks, widest(backend))
     comm = make_comm(context, backend, network.problem.plan)
     x, weights, matrices, ids = network.local(context)
@@ -396,14 +392,11 @@ def check_some(context: RankContext, backend: str, layout: str, needed: list[str
     compare(context, network, x, weights, matrices)
 
 
+@on_ranks
 @each_backend
 @each_layout
-def test_no_grad(ranks: Ranks, backend: str, layout: str) -> None:
+def test_no_grad(context: RankContext, backend: str, layout: str) -> None:
     """Under no_grad, and where nothing requires one, results have no graph and the same values."""
-    ranks.run(check_no_grad, backend, layout)
-
-
-def check_no_grad(context: RankContext, backend: str, layout: str) -> None:
     network = make_network(context.num_ranks, widest(backend))
     comm = make_comm(context, backend, network.problem.plan)
     x, weights, matrices, ids = network.local(context)
@@ -418,16 +411,13 @@ def check_no_grad(context: RankContext, backend: str, layout: str) -> None:
     assert torch.equal(with_grad, detached)
 
 
+@on_ranks
 @pytest.mark.sampled(3)
 @each_backend
 @each_layout
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoint(ranks: Ranks, backend: str, layout: str, use_reentrant: bool) -> None:
+def test_checkpoint(context: RankContext, backend: str, layout: str, use_reentrant: bool) -> None:
     """Under activation checkpointing the forward runs twice, its collectives in backward."""
-    ranks.run(check_checkpoint, backend, layout, use_reentrant)
-
-
-def check_checkpoint(context: RankContext, backend: str, layout: str, use_reentrant: bool) -> None:
     network = make_network(context.num_ranks, widest(backend))
     comm = make_comm(context, backend, network.problem.plan)
 
@@ -440,13 +430,10 @@ def check_checkpoint(context: RankContext, backend: str, layout: str, use_reentr
     check_network(context, network, twice, depth=2)
 
 
+@on_ranks
 @each_backend
-def test_layers_share_a_communicator(ranks: Ranks, backend: str) -> None:
+def test_layers_share_a_communicator(context: RankContext, backend: str) -> None:
     """A layer of each layout, forward all before any backward."""
-    ranks.run(check_layers, backend)
-
-
-def check_layers(context: RankContext, backend: str) -> None:
     network = make_network(context.num_ranks, widest(backend))
     comm = make_comm(context, backend, network.problem.plan)
 
@@ -458,13 +445,10 @@ def check_layers(context: RankContext, backend: str) -> None:
     check_network(context, network, deep, depth=len(LAYOUTS))
 
 
+@on_ranks
 @each_backend
-def test_backward_twice(ranks: Ranks, backend: str) -> None:
+def test_backward_twice(context: RankContext, backend: str) -> None:
     """retain_graph: a dispatch can be gone back through again, also after later calls."""
-    ranks.run(check_backward_twice, backend)
-
-
-def check_backward_twice(context: RankContext, backend: str) -> None:
     network = make_network(context.num_ranks, widest(backend))
     comm = make_comm(context, backend, network.problem.plan)
     x, weights, matrices, ids = network.local(context)
@@ -479,13 +463,10 @@ def check_backward_twice(context: RankContext, backend: str) -> None:
     compare(context, network, x, weights, matrices)
 
 
+@on_ranks
 @each_backend
-def test_fp8_payload(ranks: Ranks, backend: str) -> None:
+def test_fp8_payload(context: RankContext, backend: str) -> None:
     """FP8 rows have no gradient, the weights beside them do; FP8 that requires one is an error, see test_errors."""
-    ranks.run(check_fp8, backend)
-
-
-def check_fp8(context: RankContext, backend: str) -> None:
     network = make_network(context.num_ranks, FP32, hidden=128, tokens=(4, 0, 2))
     comm = make_comm(context, backend, network.problem.plan)
     _, weights, _, ids = network.local(context)
@@ -502,14 +483,11 @@ def check_fp8(context: RankContext, backend: str) -> None:
     torch.testing.assert_close(weights.grad, torch.where(ids >= 0, dots, 0), rtol=1e-5, atol=1e-4)
 
 
+@on_ranks
 @each_backend
 @pytest.mark.parametrize("y_dtype", [BF16, FP16])
-def test_weights_of_narrow_rows(ranks: Ranks, backend: str, y_dtype: torch.dtype) -> None:
+def test_weights_of_narrow_rows(context: RankContext, backend: str, y_dtype: torch.dtype) -> None:
     """The gradient of a weight is one float32 dot product: not rounded to the dtype of y on its way home."""
-    ranks.run(check_narrow, backend, y_dtype)
-
-
-def check_narrow(context: RankContext, backend: str, y_dtype: torch.dtype) -> None:
     problem = make_problem(Case("narrow", "", dtype=y_dtype, hidden=8, tokens=(3, 2)), context.num_ranks)
     comm = make_comm(context, backend, problem.plan)
     x, ids, weights = problem.arguments(context)
@@ -524,14 +502,11 @@ def check_narrow(context: RankContext, backend: str, y_dtype: torch.dtype) -> No
 # -- memory -----------------------------------------------------------------------------------------------------
 
 
+@on_ranks
 @each_backend
 @each_layout
-def test_graph_is_freed_at_once(ranks: Ranks, backend: str, layout: str) -> None:
+def test_graph_is_freed_at_once(context: RankContext, backend: str, layout: str) -> None:
     """Without the garbage collector: a graph that refers to itself would keep activations until it runs."""
-    ranks.run(check_freed, backend, layout)
-
-
-def check_freed(context: RankContext, backend: str, layout: str) -> None:
     network = make_network(context.num_ranks, widest(backend))
     comm = make_comm(context, backend, network.problem.plan)
     room: dict[str, Any] = {"capacity": comm.plan.default_slots * comm.plan.top_k} if layout == "slots" else {}
@@ -550,7 +525,10 @@ def check_freed(context: RankContext, backend: str, layout: str) -> None:
         gc.enable()
 
 
-def check_who_needs_gradients(context: RankContext, backend: str) -> None:
+@on_ranks
+@each_backend
+def test_results_need_the_gradients_that_inputs_need(context: RankContext, backend: str) -> None:
+    """Else combine would keep all rows for gradients of weights that nobody wants."""
     problem = make_problem(Case("", "", dtype=FP32, hidden=256), context.num_ranks)
     with make_comm(context, backend, problem.plan) as comm:
         x, ids, weights = problem.arguments(context)
@@ -562,9 +540,3 @@ def check_who_needs_gradients(context: RankContext, backend: str) -> None:
             by_expert = comm.dispatch(leaf, ids, factors, layout="expert")
             comm.combine(by_expert.tokens * 2, by_expert).sum().backward()
             assert (leaf.grad is not None, factors.grad is not None) == (of_x, of_weights)
-
-
-@each_backend
-def test_results_need_the_gradients_that_inputs_need(ranks: Ranks, backend: str) -> None:
-    """Else combine would keep all rows for gradients of weights that nobody wants."""
-    ranks.run(check_who_needs_gradients, backend)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.conftest import Ranks
 from tests.support.cases import (
     BF16,
     FP32,
@@ -35,6 +34,7 @@ from tests.support.graph_cases import (
     plan_of,
     problem_of,
 )
+from tests.support.on_ranks import on_ranks
 from tokenloom import reference
 from tokenloom.jit import kernel
 from tokenloom.runtime.processes import RankContext
@@ -48,14 +48,11 @@ def new_comm(context: RankContext) -> tl.Communicator:
     return make_comm(context, BACKEND, plan_of(context.num_ranks), checked=False)
 
 
+@on_ranks("hoppers")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_replay(hoppers: Ranks, kind: Kind) -> None:
+def test_replay(context: RankContext, kind: Kind) -> None:
     """A graph has frozen addresses and options, not counts: each replay dispatches what its tensors hold by then.
     Every field of the dispatch and the result, bit for bit, for every routing; twice, as epochs must go on."""
-    hoppers.run(check_replay, kind)
-
-
-def check_replay(context: RankContext, kind: Kind) -> None:
     with new_comm(context) as comm:
         step = Step(context, comm, kind)
         captured = Captured(step)
@@ -73,13 +70,10 @@ def check_replay(context: RankContext, kind: Kind) -> None:
 HALVES = [kind for kind in KINDS if kind.halves]
 
 
+@on_ranks("hoppers")
 @pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
-def test_micro_batches_in_turns(hoppers: Ranks, kind: Kind) -> None:
+def test_micro_batches_in_turns(context: RankContext, kind: Kind) -> None:
     """Two calls are open all along, in one graph, with work between their halves; replays find what is theirs."""
-    hoppers.run(check_turns, kind)
-
-
-def check_turns(context: RankContext, kind: Kind) -> None:
     with new_comm(context) as comm:
         steps = [Step(context, comm, kind), Step(context, comm, kind)]
 
@@ -100,13 +94,10 @@ def check_turns(context: RankContext, kind: Kind) -> None:
         comm.check()
 
 
+@on_ranks("hoppers")
 @pytest.mark.alone  # contexts that share a GPU take turns: every wait for a peer is a turn of all others
-def test_many_replays_in_a_row(hoppers: Ranks) -> None:
+def test_many_replays_in_a_row(context: RankContext) -> None:
     """The host is far ahead of the GPUs and ranks of each other: buffers and flags are reused in time, not before."""
-    hoppers.run(check_many_replays)
-
-
-def check_many_replays(context: RankContext) -> None:
     for kind in (TOKEN, EXPERT, RANK, SLOTS, *HALVES):
         with new_comm(context) as comm:
             step = Step(context, comm, kind)
@@ -124,14 +115,11 @@ def check_many_replays(context: RankContext) -> None:
                 same_bits(got, step.expected(round_)[1], f"{kind.name}, replay {turn}, {round_.why}")
 
 
-def test_replays_among_eager_calls(hoppers: Ranks) -> None:
+@on_ranks("hoppers")
+def test_replays_among_eager_calls(context: RankContext) -> None:
     """Several graphs of two communicators, in an order that none was captured in, with eager calls in between: calls
     are counted on the device, so that a replay that the host knows nothing of takes its place among them. And an eager
     dispatch with tensors of its own is combined after replays that used both receive buffers."""
-    hoppers.run(check_replays_among_eager_calls)
-
-
-def check_replays_among_eager_calls(context: RankContext) -> None:
     order = random.Random(1)  # the same on all ranks
     comms = [new_comm(context) for _ in range(2)]
     # Two of each kind: one for graphs, one for eager calls. Both communicators have several kinds.
@@ -177,12 +165,9 @@ def check_replays_among_eager_calls(context: RankContext) -> None:
         comm.close()
 
 
-def test_two_streams(hoppers: Ranks) -> None:
+@on_ranks("hoppers")
+def test_two_streams(context: RankContext) -> None:
     """Two communicators at once, each on a stream of its own: their graphs share nothing and need not wait in turn."""
-    hoppers.run(check_two_streams)
-
-
-def check_two_streams(context: RankContext) -> None:
     turns = 50
     comms = [new_comm(context) for _ in range(2)]
     steps = [Step(context, comm, kind) for comm, kind in zip(comms, (TOKEN, EXPERT), strict=True)]
@@ -214,14 +199,11 @@ GOOD = Round("few tokens", "distinct", used=0.2, seed=8)
 BAD = Round("all tokens to one rank", "one rank", seed=9)
 
 
+@on_ranks("hoppers")
 @pytest.mark.parametrize("kind", [TOKEN, EXPERT, KINDS[7], SLOTS, *HALVES[:2]], ids=lambda kind: kind.name)
-def test_overflow(hoppers: Ranks, kind: Kind) -> None:
+def test_overflow(context: RankContext, kind: Kind) -> None:
     """More rows than the capacity in a replay: the tokens concerned are NaN, and check says once, on all ranks, how
     many it takes, even if a replay that fits came after it. Nothing else is disturbed, and that capacity is enough."""
-    hoppers.run(check_overflow, kind)
-
-
-def check_overflow(context: RankContext, kind: Kind) -> None:
     num_ranks = context.num_ranks
     needed = {each: problem_of(each, kind, num_ranks).rows_needed(kind.layout, kind.alignment) for each in (GOOD, BAD)}
     assert needed[GOOD] < needed[BAD]
@@ -260,13 +242,10 @@ def check_overflow(context: RankContext, kind: Kind) -> None:
         comm.check()
 
 
-def test_branches_of_a_graph(hoppers: Ranks) -> None:
+@on_ranks("hoppers")
+def test_branches_of_a_graph(context: RankContext) -> None:
     """Branches of a graph run at the same time, and calls that did would share flags, claims and an epoch: so calls
     follow each other in a graph as they do outside of it, whatever their streams wait for."""
-    hoppers.run(check_branches)
-
-
-def check_branches(context: RankContext) -> None:
     with new_comm(context) as comm:
         steps = [Step(context, comm, EXPERT), Step(context, comm, EXPERT)]
         fork = torch.cuda.Stream()
@@ -291,12 +270,9 @@ def check_branches(context: RankContext) -> None:
         comm.check()
 
 
-def test_the_first_call_is_not_captured(hoppers: Ranks) -> None:
+@on_ranks("hoppers")
+def test_the_first_call_is_not_captured(context: RankContext) -> None:
     """Buffers cannot be allocated in a capture: the error says what to do, on all ranks, and doing so helps."""
-    hoppers.run(check_the_first_call)
-
-
-def check_the_first_call(context: RankContext) -> None:
     with new_comm(context) as other:
         Step(context, other, TOKEN)()  # loads the kernels, so that only buffers are missing below
     with new_comm(context) as comm:
@@ -325,14 +301,11 @@ FIRST_USES = {
 }
 
 
+@on_ranks("hoppers")
 @pytest.mark.parametrize("what", FIRST_USES)
-def test_a_kernel_that_is_not_loaded(hoppers: Ranks, what: str) -> None:
+def test_a_kernel_that_is_not_loaded(context: RankContext, what: str) -> None:
     """Loading a kernel ends a capture. The error comes before that, so what is captured before and after it replays;
     also where the communicator has worked on a stream of its own, which the graph knows nothing of."""
-    hoppers.run(check_not_loaded, what)
-
-
-def check_not_loaded(context: RankContext, what: str) -> None:
     kernel._function.cache_clear()  # tests before this one may have loaded what it uses first
     problem = make_problem(SMALL, context.num_ranks)
     want = problem.dispatched("token", bounded=True, capacity=problem.plan.worst_case_rows("token"))

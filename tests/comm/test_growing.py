@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import tokenloom as tl
 from tests.conftest import Ranks
+from tests.support.on_ranks import on_ranks
 from tokenloom.backends import registry
 from tokenloom.backends.seam import Strategy
 from tokenloom.comm.growing import Communicators, Shape
@@ -46,8 +47,12 @@ def dense(
     return (y.gather(1, ids[..., None].expand(-1, -1, HIDDEN)) * weights[..., None]).sum(1)
 
 
-def check_layers(context: RankContext) -> None:
-    """Forward and backward of growing batches, then without gradients, each beside all experts on all tokens."""
+@on_ranks
+def test_a_layer_whose_batches_grow(context: RankContext) -> None:
+    """All ranks make one larger communicator, also where this rank has room; nobody makes one twice.
+
+    Forward and backward of growing batches, then without gradients, each beside all experts on all tokens.
+    """
     dtype, device = torch.bfloat16, context.device
     generator = torch.Generator().manual_seed(7)
     full = [
@@ -92,12 +97,9 @@ def check_layers(context: RankContext) -> None:
     communicators.close()
 
 
-def test_a_layer_whose_batches_grow(ranks: Ranks) -> None:
-    """All ranks make one larger communicator, also where this rank has room; nobody makes one twice."""
-    ranks.run(check_layers)
-
-
-def check_wide_rows(context: RankContext) -> None:
+@on_ranks("four")
+def test_rows_of_a_width_have_a_communicator(context: RankContext) -> None:
+    """Whose backend may have made its memory for them."""
     shape, made = Shape(EXPERTS, HIDDEN, TOP_K), []
     communicators = Communicators(context.group, dict)
     wanted: list[Any] = []
@@ -108,11 +110,6 @@ def check_wide_rows(context: RankContext) -> None:
     assert wanted == [None, torch.float32, torch.float64]
     assert len(set(made)) == 3
     communicators.close()
-
-
-def test_rows_of_a_width_have_a_communicator(four: Ranks) -> None:
-    """Whose backend may have made its memory for them."""
-    four.run(check_wide_rows)
 
 
 def check_a_fault_beside_growth(context: RankContext, needs_room: int, faulty: int) -> None:

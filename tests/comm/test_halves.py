@@ -14,6 +14,7 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, Problem, each_backend, make_comm, make_problem, same_bits, same_bytes
+from tests.support.on_ranks import on_ranks
 from tokenloom.backends.seam import CombineOptions, Handle, Pending
 from tokenloom.comm.checks import DispatchArguments
 from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES
@@ -150,7 +151,9 @@ def test_transfers_that_begin_late(ranks: Ranks, check: Any) -> None:
     ranks.run(check_beside_a_late_rank, *check)
 
 
-def two_at_once(context: RankContext) -> None:
+@on_ranks
+def test_two_at_once(context: RankContext) -> None:
+    """On "collective" two micro-batches may be on their way. They are received in the order of their sending."""
     problems = [make_problem(Case(**(vars(CASE) | {"seed": seed})), context.num_ranks) for seed in (0, 1)]
     with make_comm(context, "collective", problems[0].plan) as comm:
         want = [comm.dispatch(*each.arguments(context)) for each in problems]
@@ -166,11 +169,6 @@ def two_at_once(context: RankContext) -> None:
         ]
         for pending, expected in zip(halves, outs, strict=True):
             same_bits(pending.receive(), expected.cpu(), "out")
-
-
-def test_two_at_once(ranks: Ranks) -> None:
-    """On "collective" two micro-batches may be on their way. They are received in the order of their sending."""
-    ranks.run(two_at_once)
 
 
 # -- ids of received rows -------------------------------------------------------------------------------------------

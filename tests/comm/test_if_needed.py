@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.conftest import Ranks
 from tests.support.cases import (
     FP8,
     Case,
@@ -23,6 +22,7 @@ from tests.support.cases import (
     same_bytes,
     same_routed,
 )
+from tests.support.on_ranks import on_ranks
 from tokenloom.errors import InvalidArgument, PeerError
 from tokenloom.runtime.processes import RankContext
 
@@ -46,17 +46,14 @@ def views_of(comm: tl.Communicator) -> bool:
     return comm.engine.capabilities.returns_views
 
 
+@on_ranks
 @pytest.mark.sampled(5)
 @each_backend
 @pytest.mark.parametrize(("layout", "options", "dtype"), KINDS)
 def test_results_that_are_held(
-    ranks: Ranks, backend: str, layout: str, options: dict[str, Any], dtype: torch.dtype
+    context: RankContext, backend: str, layout: str, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """More of them than there are buffers outlive all kinds of later calls, and can be combined."""
-    ranks.run(check_held, backend, layout, options, dtype)
-
-
-def check_held(context: RankContext, backend: str, layout: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     found = problems(dtype, context, 5)
     bounded = options["sizes"] == "bounded"
     with make_comm(context, backend, found[0].plan) as comm, torch.no_grad():
@@ -92,13 +89,10 @@ def check_rows(routed: tl.Routed, want: Any) -> None:
     assert torch.equal(got[places], expected[places])
 
 
+@on_ranks
 @each_backend
-def test_what_is_let_go(ranks: Ranks, backend: str) -> None:
+def test_what_is_let_go(context: RankContext, backend: str) -> None:
     """Rows lie where they arrived if no others do; so do the next, once nobody holds these or a view of them."""
-    ranks.run(check_let_go, backend)
-
-
-def check_let_go(context: RankContext, backend: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     want = problem.dispatched("token")[context.rank]
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
@@ -126,13 +120,10 @@ def settle(comm: tl.Communicator, arguments: tuple[Any, ...]) -> None:
     comm.dispatch(*arguments, layout="slots")
 
 
+@on_ranks
 @each_backend
-def test_halves_beside_it(ranks: Ranks, backend: str) -> None:
+def test_halves_beside_it(context: RankContext, backend: str) -> None:
     """Two dispatches that are open at once need both buffers: refused by name while one is held, on some rank."""
-    ranks.run(check_halves, backend)
-
-
-def check_halves(context: RankContext, backend: str) -> None:
     problem = make_problem(replace(CASE, tokens=(6, 3)), context.num_ranks)
     arguments = problem.arguments(context)
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
@@ -148,13 +139,10 @@ def check_halves(context: RankContext, backend: str) -> None:
         same_routed(routed, problem.dispatched("token")[context.rank], problem.plan)
 
 
+@on_ranks
 @each_backend
-def test_halves_in_the_other_order(ranks: Ranks, backend: str) -> None:
+def test_halves_in_the_other_order(context: RankContext, backend: str) -> None:
     """Rows that are received late are copied: lent, they would leave the next dispatch the rows of the one between."""
-    ranks.run(check_other_order, backend)
-
-
-def check_other_order(context: RankContext, backend: str) -> None:
     first, second, third = problems(torch.bfloat16, context, 3)
     options: dict[str, Any] = {"layout": "rank", "sizes": "bounded"}
     with make_comm(context, backend, first.plan) as comm, torch.no_grad():
@@ -167,13 +155,10 @@ def check_other_order(context: RankContext, backend: str) -> None:
             same_routed(routed, problem.dispatched("rank", bounded=True)[context.rank], problem.plan, bounded=True)
 
 
+@on_ranks
 @each_backend
-def test_the_usual_call(ranks: Ranks, backend: str) -> None:
+def test_the_usual_call(context: RankContext, backend: str) -> None:
     """From the second time on calls are short, with counts that the host knows; an error is one all the same."""
-    ranks.run(check_usual, backend)
-
-
-def check_usual(context: RankContext, backend: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     want = problem.dispatched("expert", alignment=4)
     y = expert_rows(problem, want, torch.bfloat16)[context.rank].to(context.device)
@@ -193,13 +178,10 @@ def check_usual(context: RankContext, backend: str) -> None:
         same_routed(comm.dispatch(*problem.arguments(context), alignment=4), want[context.rank], problem.plan)
 
 
+@on_ranks
 @each_backend
-def test_fp8_again(ranks: Ranks, backend: str) -> None:
+def test_fp8_again(context: RankContext, backend: str) -> None:
     """Rows with scales go to the places of an earlier dispatch; layout "slots", with its own scales, refuses."""
-    ranks.run(check_fp8_again, backend)
-
-
-def check_fp8_again(context: RankContext, backend: str) -> None:
     first, other = problems(FP8, context, 2)
     other = replace(first, xs=other.xs, scales=other.scales)  # other rows by the same routes
     with make_comm(context, backend, first.plan) as comm, torch.no_grad():

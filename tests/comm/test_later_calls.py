@@ -14,6 +14,7 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import BF16, Case, each_backend, expert_rows, make_comm, make_problem, same_bits, same_routed
+from tests.support.on_ranks import on_ranks
 from tokenloom import reference
 from tokenloom.runtime.processes import RankContext
 
@@ -81,15 +82,12 @@ def finish(context: RankContext, comm: Any, routed: Any, want: Any, problem: Any
     same_bits(out, outs[context.rank], f"combine to a tensor, {routed.layout}")
 
 
+@on_ranks
 @pytest.mark.sampled(3)
 @each_backend
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
-def test_a_fault_among_usual_calls(ranks: Ranks, backend: str, call: str) -> None:
+def test_a_fault_among_usual_calls(context: RankContext, backend: str, call: str) -> None:
     """The others, whose call is a usual one, hear of it; then all go on, as before."""
-    ranks.run(check_fault, backend, call)
-
-
-def check_fault(context: RankContext, backend: str, call: str) -> None:
     problem = make_problem(replace(CASE, tokens=(6, 0, 3, 5)), context.num_ranks)
     want = problem.dispatched("slots")
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 import tokenloom as tl
-from tests.comm.test_first_messages import LIMIT_S, dispatch, make_comm, on_ranks
+from tests.comm.test_first_messages import dispatch, make_comm
 from tests.runtime.test_interrupted_waits import at_once
-from tests.support.server import Server
+from tests.support.on_ranks import on_ranks
+from tests.support.server import LIMIT_S, Server
 from tokenloom.comm.growing import Communicators, Shape
 from tokenloom.runtime.processes import RankContext
 
@@ -21,11 +22,8 @@ NUM_RANKS, ODD = 3, 1
 MASK: dict[str, Any] = {"on_timeout": "mask", "timeout_s": 10.0}
 
 
-def test_a_new_shape_is_made_by_all() -> None:
-    on_ranks(check_growth, num_ranks=NUM_RANKS)
-
-
-def check_growth(context: RankContext) -> None:
+@on_ranks("new_three")
+def test_a_new_shape_is_made_by_all(context: RankContext) -> None:
     communicators = Communicators(context.group, lambda: MASK)
 
     def call(hidden: int) -> frozenset[int]:

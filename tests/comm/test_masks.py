@@ -26,6 +26,7 @@ from tests.support.cases import (
     same_bits,
     same_routed,
 )
+from tests.support.on_ranks import on_ranks
 from tests.support.wire import count_wire
 from tokenloom import reference
 from tokenloom.errors import InvalidArgument
@@ -141,17 +142,15 @@ def pair(context: RankContext, comm: tl.Communicator, problem: Problem, masked: 
 # -- before a call ----------------------------------------------------------------------------------------------
 
 
+@on_ranks("group")
 @pytest.mark.sampled(3)
 @each_mask
 @pytest.mark.parametrize(
     "case", case_params(["plain", "top8", "nan-weights", "no-weights", "to-one-rank", "fp8-unused"])
 )
-def test_before(group: Ranks, case: Case, which: str) -> None:
+def test_before(context: RankContext, case: Case, which: str) -> None:
     """A dispatch and its combine, in every layout, as if ids of masked ranks were -1 and these had no tokens."""
-    group.run(check_before, case, masked_of(which, group.num_ranks))
-
-
-def check_before(context: RankContext, case: Case, masked: list[int]) -> None:
+    masked = masked_of(which, context.num_ranks)
     problem = make_problem(case, context.num_ranks)
     comm = make_comm(context, backend_of(context), problem.plan)
     if context.rank in masked:
@@ -168,12 +167,9 @@ def check_before(context: RankContext, case: Case, masked: list[int]) -> None:
             combine_all_modes(context, comm, routed, rest, want, rest.topk_ids)
 
 
-def test_in_any_mode(group: Ranks) -> None:
+@on_ranks("group")
+def test_in_any_mode(context: RankContext) -> None:
     """A server makes its communicator in inference mode; a thread of its own, which is in none, masks ranks."""
-    group.run(check_any_mode)
-
-
-def check_any_mode(context: RankContext) -> None:
     problem, masked = make_problem(CASE, context.num_ranks), masked_of("last", context.num_ranks)
     with torch.inference_mode():
         comm = make_comm(context, backend_of(context), problem.plan)
@@ -183,13 +179,10 @@ def check_any_mode(context: RankContext) -> None:
         pair(context, comm, problem, masked, "token")
 
 
+@on_ranks("group")
 @pytest.mark.parametrize("strategy", DISPATCH_STRATEGIES)
-def test_strategies(group: Ranks, strategy: str) -> None:
+def test_strategies(context: RankContext, strategy: str) -> None:
     """What carries a payload leaves masked ranks out too, and so does what carries its gradient."""
-    group.run(check_strategies, strategy)
-
-
-def check_strategies(context: RankContext, strategy: str) -> None:
     problem, masked = make_problem(REPEATS, context.num_ranks), [0]
     comm = make_comm(context, backend_of(context), problem.plan)
     if context.rank in masked:
@@ -210,12 +203,9 @@ def check_strategies(context: RankContext, strategy: str) -> None:
         same_bits(x.grad, reference.combine(problem.plan, grads, want, rest.topk_ids, None)[context.rank], layout)
 
 
-def test_bounded_overflow(group: Ranks) -> None:
+@on_ranks("group")
+def test_bounded_overflow(context: RankContext) -> None:
     """What a dispatch needs is counted without masked ranks: a capacity that is too small with them may do."""
-    group.run(check_bounded_overflow)
-
-
-def check_bounded_overflow(context: RankContext) -> None:
     problem, masked = make_problem(CASE, context.num_ranks), [context.num_ranks - 1]
     comm = make_comm(context, backend_of(context), problem.plan)
     rest = without(problem, masked)
@@ -255,15 +245,13 @@ def check_nothing_is_sent(context: RankContext) -> None:
 # -- between and during calls -----------------------------------------------------------------------------------
 
 
+@on_ranks("group")
 @pytest.mark.sampled(3)
 @each_mask
 @each_layout
-def test_between(group: Ranks, layout: str, which: str) -> None:
+def test_between(context: RankContext, layout: str, which: str) -> None:
     """A dispatch was received from all; its combines leave out what masked ranks would have sent home."""
-    group.run(check_between, layout, masked_of(which, group.num_ranks))
-
-
-def check_between(context: RankContext, layout: str, masked: list[int]) -> None:
+    masked = masked_of(which, context.num_ranks)
     problem = make_problem(REPEATS, context.num_ranks)
     comm = make_comm(context, backend_of(context), problem.plan)
     options = options_of(problem, layout)
@@ -275,13 +263,10 @@ def check_between(context: RankContext, layout: str, masked: list[int]) -> None:
     combine_all_modes(context, comm, routed, problem, want, without(problem, masked).topk_ids)
 
 
+@on_ranks("group")
 @each_layout
-def test_negative_zeros(group: Ranks, layout: str) -> None:
+def test_negative_zeros(context: RankContext, layout: str) -> None:
     """A masked rank adds no term to a sum, not even +0, which would turn -0 into +0."""
-    group.run(check_negative_zeros, layout)
-
-
-def check_negative_zeros(context: RankContext, layout: str) -> None:
     problem, masked = make_problem(REPEATS, context.num_ranks), [0]
     comm = make_comm(context, backend_of(context), problem.plan)
     routed = comm.dispatch(*problem.arguments(context), **options_of(problem, layout))
@@ -297,13 +282,10 @@ def check_negative_zeros(context: RankContext, layout: str) -> None:
         assert torch.equal(out.signbit().any(1), stays)
 
 
+@on_ranks("group")
 @each_layout
-def test_between_halves(group: Ranks, layout: str) -> None:
+def test_between_halves(context: RankContext, layout: str) -> None:
     """Calls that are open end as they began: a masked rank has sent its part, and takes what it was sent."""
-    group.run(check_between_halves, layout)
-
-
-def check_between_halves(context: RankContext, layout: str) -> None:
     problem, masked = make_problem(CASE, context.num_ranks), [context.num_ranks - 1]
     comm = make_comm(context, backend_of(context), problem.plan)
     options = options_of(problem, layout)
@@ -323,12 +305,9 @@ def check_between_halves(context: RankContext, layout: str) -> None:
         combine_all_modes(context, comm, routed, problem, want, without(problem, masked).topk_ids)
 
 
-def test_weights_of_an_earlier_dispatch(group: Ranks) -> None:
+@on_ranks("group")
+def test_weights_of_an_earlier_dispatch(context: RankContext) -> None:
     """Where its rows would lie is no more known, which all ranks say; those of a later one travel."""
-    group.run(check_earlier_weights)
-
-
-def check_earlier_weights(context: RankContext) -> None:
     problem, masked = make_problem(CASE, context.num_ranks), [0]
     comm = make_comm(context, backend_of(context), problem.plan)
     x, ids, weights = problem.arguments(context)
@@ -346,12 +325,9 @@ def check_earlier_weights(context: RankContext) -> None:
     same_bits(comm.combine(after.tokens, double), (2 * want).cpu(), "out")
 
 
-def test_again_and_again(group: Ranks) -> None:
+@on_ranks("group")
+def test_again_and_again(context: RankContext) -> None:
     """Until one rank is left; each mask adds to those before."""
-    group.run(check_again)
-
-
-def check_again(context: RankContext) -> None:
     problem = make_problem(CASE, context.num_ranks)
     comm = make_comm(context, backend_of(context), problem.plan)
     for gone in range(context.num_ranks - 1):
@@ -371,16 +347,14 @@ def check_again(context: RankContext) -> None:
 # -- gradients --------------------------------------------------------------------------------------------------
 
 
+@on_ranks("group")
 @each_layout
 @pytest.mark.parametrize("when", ["before", "between"])
 @pytest.mark.parametrize("which", ["first", "all but one"])
-def test_gradients(group: Ranks, layout: str, when: str, which: str) -> None:
+def test_gradients(context: RankContext, layout: str, when: str, which: str) -> None:
     """Of tokens, rows and weights, bit for bit: masked before the forward, or between it and the backward. Routes that
     are lost have none."""
-    group.run(check_gradients, layout, when, masked_of(which, group.num_ranks))
-
-
-def check_gradients(context: RankContext, layout: str, when: str, masked: list[int]) -> None:
+    masked = masked_of(which, context.num_ranks)
     problem, rank = make_problem(REPEATS, context.num_ranks), context.rank
     comm = make_comm(context, backend_of(context), problem.plan)
     rest, options = without(problem, masked), options_of(problem, layout)
@@ -431,13 +405,10 @@ def check_gradients(context: RankContext, layout: str, when: str, masked: list[i
     )  # sums over hidden in another order
 
 
+@on_ranks("group")
 @each_layout
-def test_received_weights(group: Ranks, layout: str) -> None:
+def test_received_weights(context: RankContext, layout: str) -> None:
     """A gradient that a masked rank would have sent home is zero."""
-    group.run(check_received_weights, layout)
-
-
-def check_received_weights(context: RankContext, layout: str) -> None:
     problem, masked = make_problem(REPEATS, context.num_ranks), [0]
     comm = make_comm(context, backend_of(context), problem.plan)
     x, ids, weights = problem.arguments(context)
@@ -483,12 +454,9 @@ def check_layer(context: RankContext) -> None:
 # -- errors -----------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_disagree(group: Ranks) -> None:
+@on_ranks("group")
+def test_ranks_that_disagree(context: RankContext) -> None:
     """All are told which rank passed which list, and nothing has changed."""
-    group.run(check_disagree)
-
-
-def check_disagree(context: RankContext) -> None:
     problem, last = make_problem(CASE, context.num_ranks), context.num_ranks - 1
     comm = make_comm(context, backend_of(context), problem.plan)
     if context.rank == last:  # of two ranks it masks the only other one, and so waits for nobody
@@ -505,6 +473,7 @@ def check_disagree(context: RankContext) -> None:
     same_routed(routed, problem.dispatched("expert")[context.rank], problem.plan)
 
 
+@on_ranks("two")
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [
@@ -516,12 +485,8 @@ def check_disagree(context: RankContext) -> None:
         ([[0]], r"got rank \[0\]"),
     ],
 )
-def test_wrong_ranks(pools: Callable[[str], RankPool], ranks: list[Any], text: str) -> None:
+def test_wrong_ranks(context: RankContext, ranks: list[Any], text: str) -> None:
     """A list that is never right: who passes it is told what is wrong, who waits for that rank what it passed."""
-    Ranks(pools("cpu"), 2).run(check_wrong_ranks, ranks, text)
-
-
-def check_wrong_ranks(context: RankContext, ranks: list[Any], text: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     comm = make_comm(context, backend_of(context), problem.plan)
     if context.rank == 1:
@@ -558,12 +523,9 @@ def check_faults(context: RankContext) -> None:
     same_routed(comm.dispatch(x, ids, weights), want[context.rank], problem.plan)
 
 
-def test_closed(group: Ranks) -> None:
+@on_ranks("group")
+def test_closed(context: RankContext) -> None:
     """As every call."""
-    group.run(check_closed)
-
-
-def check_closed(context: RankContext) -> None:
     comm = make_comm(context, backend_of(context), make_problem(CASE, context.num_ranks).plan)
     comm.close()
     for call in (comm.mask_ranks, comm.unmask_ranks):

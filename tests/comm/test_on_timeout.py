@@ -19,6 +19,7 @@ import tokenloom as tl
 from tests.comm.test_masks import LAYOUTS, combine_all_modes, options_of, pair, without
 from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, Problem, make_comm, make_problem, same_bits, same_routed
+from tests.support.on_ranks import on_ranks
 from tests.support.patience import done, when_done, with_late
 from tests.support.server import Server
 from tests.support.slow import mostly_slow
@@ -190,16 +191,13 @@ def forward(context: RankContext, comm: tl.Communicator, problem: Problem) -> tu
 # -- ranks that end ---------------------------------------------------------------------------------------------
 
 
+@on_ranks("four")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", mostly_slow(["before", "partly", "after"], ["partly"]))
 @pytest.mark.parametrize("exchange", [1, 2, 3, 4, 5])
-def test_death_in_every_transfer(pools: Callable[[str], RankPool], exchange: int, how: str) -> None:
+def test_death_in_every_transfer(context: RankContext, exchange: int, how: str) -> None:
     """Of a dispatch (handshake, metadata, payload) and of a combine (handshake, sums): before it, when it has reached
     one rank, or all. The call that is hit loses all that the rank sends, or nothing; later ones all, at once."""
-    Ranks(pools("cpu"), 4).run(check_death_in_transfer, exchange, how)
-
-
-def check_death_in_transfer(context: RankContext, exchange: int, how: str) -> None:
     comm, problem = make(context)
     rest = without(problem, [2])
     fulls, rests = problem.dispatched("token"), rest.dispatched("token")
@@ -245,12 +243,9 @@ def dying(exchange: int, how: str) -> Callable[..., Any]:
     return start
 
 
-def test_death_with_two_calls_open(pools: Callable[[str], RankPool]) -> None:
+@on_ranks("four")
+def test_death_with_two_calls_open(context: RankContext) -> None:
     """Both lose it, in whichever order they are received, and the next two go on."""
-    Ranks(pools("cpu"), 4).run(check_two_open)
-
-
-def check_two_open(context: RankContext) -> None:
     comm, problem = make(context)
     first = comm.dispatch(*problem.arguments(context), layout="token")
     if context.rank == 3:
@@ -267,12 +262,9 @@ def check_two_open(context: RankContext) -> None:
         pair(context, comm, problem, [3], layout)
 
 
-def test_a_fault_of_its_own(group: Ranks) -> None:
+@on_ranks("group")
+def test_a_fault_of_its_own(context: RankContext) -> None:
     """Bad input is told as ever and masks nobody; a rank that fails in the middle of a call is gone."""
-    group.run(check_fault)
-
-
-def check_fault(context: RankContext) -> None:
     comm, problem = make(context)
     x, ids, weights = problem.arguments(context)
     with pytest.raises(tl.InvalidExpertId if context.rank == 0 else tl.PeerError):
@@ -291,13 +283,10 @@ def check_fault(context: RankContext) -> None:
     pair(context, comm, problem, [0], "expert")
 
 
+@on_ranks("group")
 @pytest.mark.parametrize("value", ["ignore", None, True])
-def test_wrong_option(group: Ranks, value: Any) -> None:
+def test_wrong_option(context: RankContext, value: Any) -> None:
     """Named, with what is expected; ranks that differ in it are told as of any argument."""
-    group.run(check_wrong_option, value)
-
-
-def check_wrong_option(context: RankContext, value: Any) -> None:
     problem = make_problem(CASE, context.num_ranks)
     last = context.rank == context.num_ranks - 1
     with pytest.raises(
@@ -311,14 +300,11 @@ def check_wrong_option(context: RankContext, value: Any) -> None:
 # -- ranks that come back ---------------------------------------------------------------------------------------
 
 
+@on_ranks("group")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])
-def test_back_again(group: Ranks, on_timeout: str) -> None:
+def test_back_again(context: RankContext, on_timeout: str) -> None:
     """A rank makes its communicator again while the others take it back: all calls are as before the mask."""
-    group.run(check_back_again, on_timeout)
-
-
-def check_back_again(context: RankContext, on_timeout: str) -> None:
     comm, problem = make(context, on_timeout=on_timeout)
     pair(context, comm, problem, [], "expert")
     for turn in range(2):
@@ -341,6 +327,7 @@ def check_back_again(context: RankContext, on_timeout: str) -> None:
             pair(context, comm, problem, [], layout)
 
 
+@on_ranks("two")
 @pytest.mark.parametrize(
     ("others", "text"),
     [
@@ -348,12 +335,8 @@ def check_back_again(context: RankContext, on_timeout: str) -> None:
         ({"on_timeout": "raise"}, "rank 1 has on_timeout=raise, rank 0 has on_timeout=mask"),
     ],
 )
-def test_back_with_other_arguments(pools: Callable[[str], RankPool], others: dict[str, Any], text: str) -> None:
+def test_back_with_other_arguments(context: RankContext, others: dict[str, Any], text: str) -> None:
     """Both sides are told, and may try again."""
-    Ranks(pools("cpu"), 2).run(check_back_with_others, others, text)
-
-
-def check_back_with_others(context: RankContext, others: dict[str, Any], text: str) -> None:
     comm, problem = make(context)
     if context.rank == 1:
         sizes = {name: value for name, value in vars(problem.plan).items() if name != "num_ranks"}

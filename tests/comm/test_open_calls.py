@@ -20,6 +20,7 @@ from tests.support.cases import (
     same_bits,
     same_routed,
 )
+from tests.support.on_ranks import on_ranks
 from tokenloom.comm.engine import OpenCalls, Pending
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.turns import Turn
@@ -55,15 +56,12 @@ THIRD = "a third pending call: a dispatch sent 2 calls ago is still open; receiv
 each_fault = pytest.mark.parametrize("alike", [True, False], ids=["all ranks", "one rank"])
 
 
+@on_ranks
 @each_backend
 @each_fault
 @pytest.mark.parametrize("third", ["send_dispatch", "dispatch", "send_combine", "combine"])
-def test_a_third(ranks: Ranks, backend: str, third: str, alike: bool) -> None:
+def test_a_third(context: RankContext, backend: str, third: str, alike: bool) -> None:
     """Of any kind: it is refused, nothing is sent, and those that are open can still be received."""
-    ranks.run(check_third, backend, third, alike)
-
-
-def check_third(context: RankContext, backend: str, third: str, alike: bool) -> None:
     problems = batches(context.num_ranks)
     with make_comm(context, backend, problems[0].plan) as comm, torch.no_grad():
         earlier = comm.dispatch(*problems[4].arguments(context), copy=True)
@@ -82,13 +80,10 @@ def check_third(context: RankContext, backend: str, third: str, alike: bool) -> 
         works(context, comm, problems[3])
 
 
+@on_ranks
 @each_backend
-def test_calls_in_one_piece_count(ranks: Ranks, backend: str) -> None:
+def test_calls_in_one_piece_count(context: RankContext, backend: str) -> None:
     """Beside an open call there may be one of them, not two; backward's are calls as well."""
-    ranks.run(check_one_piece, backend)
-
-
-def check_one_piece(context: RankContext, backend: str) -> None:
     problems = batches(context.num_ranks)
     with make_comm(context, backend, problems[0].plan) as comm:
         x, ids, weights = problems[0].arguments(context)
@@ -108,13 +103,10 @@ def check_one_piece(context: RankContext, backend: str) -> None:
         works(context, comm, problems[3])
 
 
+@on_ranks
 @each_backend
-def test_received_twice(ranks: Ranks, backend: str) -> None:
+def test_received_twice(context: RankContext, backend: str) -> None:
     """The second time is an error of this rank alone, which concerns no call."""
-    ranks.run(check_received_twice, backend)
-
-
-def check_received_twice(context: RankContext, backend: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
         pending = comm.send_dispatch(*problem.arguments(context), copy=True)
@@ -128,16 +120,13 @@ def check_received_twice(context: RankContext, backend: str) -> None:
         works(context, comm, problem)
 
 
+@on_ranks
 @pytest.mark.sampled(3)
 @each_backend
 @each_fault
 @pytest.mark.parametrize("lost", ["dispatch", "combine", "both"])
-def test_dropped(ranks: Ranks, backend: str, lost: str, alike: bool) -> None:
+def test_dropped(context: RankContext, backend: str, lost: str, alike: bool) -> None:
     """The next call says so, on ranks that did it; the lost call is finished first, so the one after that works."""
-    ranks.run(check_dropped, backend, lost, alike)
-
-
-def check_dropped(context: RankContext, backend: str, lost: str, alike: bool) -> None:
     problems = batches(context.num_ranks)
     with make_comm(context, backend, problems[0].plan) as comm, torch.no_grad():
         earlier = comm.dispatch(*problems[4].arguments(context), copy=True)
@@ -158,13 +147,10 @@ def check_dropped(context: RankContext, backend: str, lost: str, alike: bool) ->
         same_bits(comm.combine(earlier.tokens, earlier), comm.combine(earlier.tokens, earlier).cpu(), "out")
 
 
+@on_ranks
 @each_backend
-def test_dropped_after_a_fault(ranks: Ranks, backend: str) -> None:
+def test_dropped_after_a_fault(context: RankContext, backend: str) -> None:
     """A rank that raises between the halves, and lets go of all it had, is one of those."""
-    ranks.run(check_dropped_after_a_fault, backend)
-
-
-def check_dropped_after_a_fault(context: RankContext, backend: str) -> None:
     problems = batches(context.num_ranks)
 
     def step(comm: tl.Communicator) -> None:
@@ -185,14 +171,11 @@ def check_dropped_after_a_fault(context: RankContext, backend: str) -> None:
 # -- faults between the halves ----------------------------------------------------------------------------------
 
 
+@on_ranks
 @each_backend
 @pytest.mark.parametrize("first", ["dispatch", "combine"])
-def test_a_fault_between_the_halves(ranks: Ranks, backend: str, first: str) -> None:
+def test_a_fault_between_the_halves(context: RankContext, backend: str, first: str) -> None:
     """A call that one rank cannot make: all hear of it, and the call that is open is received as if nothing were."""
-    ranks.run(check_fault_between, backend, first)
-
-
-def check_fault_between(context: RankContext, backend: str, first: str) -> None:
     problems = batches(context.num_ranks)
     with make_comm(context, backend, problems[0].plan) as comm, torch.no_grad():
         routed = comm.dispatch(*problems[0].arguments(context), copy=True)
@@ -216,13 +199,10 @@ def check_fault_between(context: RankContext, backend: str, first: str) -> None:
             works(context, comm, problems[3])
 
 
+@on_ranks
 @each_backend
-def test_a_call_that_failed_counts(ranks: Ranks, backend: str) -> None:
+def test_a_call_that_failed_counts(context: RankContext, backend: str) -> None:
     """Ranks that see a fault and ranks that hear of it later must count alike: so it is a call for all of them."""
-    ranks.run(check_failed_counts, backend)
-
-
-def check_failed_counts(context: RankContext, backend: str) -> None:
     problems = batches(context.num_ranks)
     with make_comm(context, backend, problems[0].plan) as comm, torch.no_grad():
         pending = comm.send_dispatch(*problems[0].arguments(context), copy=True)
@@ -253,13 +233,10 @@ def check_mismatch_between(context: RankContext, backend: str) -> None:
         works(context, comm, problems[1])
 
 
+@on_ranks
 @each_backend
-def test_an_overflow_between_the_halves(ranks: Ranks, backend: str) -> None:
+def test_an_overflow_between_the_halves(context: RankContext, backend: str) -> None:
     """The next call raises it, and so is not made; the call that is open is received with what fitted."""
-    ranks.run(check_overflow_between, backend)
-
-
-def check_overflow_between(context: RankContext, backend: str) -> None:
     problems = batches(context.num_ranks)
     needed = problems[0].rows_needed("expert")
     options: dict[str, Any] = {"sizes": "bounded", "capacity": needed - 1}
@@ -278,13 +255,10 @@ def check_overflow_between(context: RankContext, backend: str) -> None:
         same_routed(later.receive(), problems[1].dispatched("expert")[context.rank], problems[1].plan)
 
 
+@on_ranks
 @each_backend
-def test_closed_between_the_halves(ranks: Ranks, backend: str) -> None:
+def test_closed_between_the_halves(context: RankContext, backend: str) -> None:
     """The second half says that the communicator was closed."""
-    ranks.run(check_closed_between, backend)
-
-
-def check_closed_between(context: RankContext, backend: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
         pending = comm.send_dispatch(*problem.arguments(context))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.conftest import Ranks
 from tests.support.layer_cases import HIDDEN, LayerCase, make_layer
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rendezvous import agree
 
@@ -27,7 +27,8 @@ def dispatch(comm: tl.Communicator) -> tl.Routed:
     return comm.dispatch(x, ids, torch.ones(8, 2), layout="token")
 
 
-def check_a_meeting_and_a_dispatch(context: RankContext) -> None:
+@on_ranks("four")
+def test_a_meeting_and_a_dispatch(context: RankContext) -> None:
     """The last rank dispatches, all others meet. Then all dispatch."""
     comm, last = small_comm(context), context.num_ranks - 1
 
@@ -41,11 +42,8 @@ def check_a_meeting_and_a_dispatch(context: RankContext) -> None:
     comm.close()
 
 
-def test_a_meeting_and_a_dispatch(four: Ranks) -> None:
-    four.run(check_a_meeting_and_a_dispatch)
-
-
-def check_checkpoint_and_forward(context: RankContext) -> None:
+@on_ranks("four")
+def test_a_checkpoint_and_a_forward(context: RankContext) -> None:
     layer = make_layer(CASE, context.group)
 
     def gather(_: torch.Tensor) -> None:
@@ -59,11 +57,8 @@ def check_checkpoint_and_forward(context: RankContext) -> None:
     assert layer(x)[0].shape == x.shape
 
 
-def test_a_checkpoint_and_a_forward(four: Ranks) -> None:
-    four.run(check_checkpoint_and_forward)
-
-
-def check_other_checkpoints(context: RankContext) -> None:
+@on_ranks("four")
+def test_checkpoints_of_different_models(context: RankContext) -> None:
     layer = make_layer(CASE, context.group)
     last = context.num_ranks - 1
     model = torch.nn.Sequential(layer)
@@ -71,11 +66,9 @@ def check_other_checkpoints(context: RankContext) -> None:
         tl.gather_state_dict(model if context.rank == last else layer)
 
 
-def test_checkpoints_of_different_models(four: Ranks) -> None:
-    four.run(check_other_checkpoints)
-
-
-def check_numbers_that_differ(context: RankContext) -> None:
+@on_ranks("four")
+def test_numbers_that_differ(context: RankContext) -> None:
+    """They are the same again behind the call that found out."""
     comm = small_comm(context)
     dispatch(comm)
     if context.rank == 1:  # a fault of this rank was told by another communicator of the same group
@@ -86,13 +79,13 @@ def check_numbers_that_differ(context: RankContext) -> None:
     comm.close()
 
 
-def test_numbers_that_differ(four: Ranks) -> None:
-    """They are the same again behind the call that found out."""
-    four.run(check_numbers_that_differ)
+@on_ranks("four")
+@pytest.mark.parametrize("options", [{"backend": "collective"}, {"backend": "network", "ranks_per_node": 2}], ids=str)
+def test_two_communicators_in_different_orders(context: RankContext, options: dict[str, Any]) -> None:
+    """Of one group: no rank gets the rows of the other one for its own.
 
-
-def check_different_orders(context: RankContext, options: dict[str, Any]) -> None:
-    """Rank 0 begins with the second communicator. Then all begin with the first."""
+    Rank 0 begins with the second communicator. Then all begin with the first.
+    """
     sizes = {"num_experts": 4 * context.num_ranks, "hidden": 128, "top_k": 2, "max_tokens_per_rank": 8}
     comms = [tl.Communicator(context.group, **sizes, **options) for _ in range(2)]
     dispatch(comms[0])
@@ -102,9 +95,3 @@ def check_different_orders(context: RankContext, options: dict[str, Any]) -> Non
     for comm in comms:
         assert int(dispatch(comm).tokens.sum()) > 0
         comm.close()
-
-
-@pytest.mark.parametrize("options", [{"backend": "collective"}, {"backend": "network", "ranks_per_node": 2}], ids=str)
-def test_two_communicators_in_different_orders(four: Ranks, options: dict[str, Any]) -> None:
-    """Of one group: no rank gets the rows of the other one for its own."""
-    four.run(check_different_orders, options)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.conftest import Ranks
 from tests.support.cases import (
     BF16,
     FP8,
@@ -25,6 +24,7 @@ from tests.support.cases import (
     same_bits,
     same_routed,
 )
+from tests.support.on_ranks import on_ranks
 from tests.support.wire import count_wire
 from tokenloom.runtime.processes import RankContext
 
@@ -62,15 +62,12 @@ def options_of(layout: str, others: dict[str, Any]) -> dict[str, Any]:
 # -- results ----------------------------------------------------------------------------------------------------
 
 
+@on_ranks
 @pytest.mark.sampled(3)
 @each_backend
 @pytest.mark.parametrize(("layout", "others"), DISPATCHES)
-def test_dispatch(ranks: Ranks, backend: str, layout: str, others: dict[str, Any]) -> None:
+def test_dispatch(context: RankContext, backend: str, layout: str, others: dict[str, Any]) -> None:
     """Every result, each alone, and none: routed holds the very tensors, with what the reference says."""
-    ranks.run(check_dispatch, backend, layout, others)
-
-
-def check_dispatch(context: RankContext, backend: str, layout: str, others: dict[str, Any]) -> None:
     problem = make_problem(replace(CASE, to_quantise="to_fp8" in others), context.num_ranks)
     options = options_of(layout, others)
     wanted = {name: value for name, value in options.items() if name != "sizes"}
@@ -87,13 +84,10 @@ def check_dispatch(context: RankContext, backend: str, layout: str, others: dict
             same_routed(routed, want, problem.plan, bounded=True)
 
 
+@on_ranks
 @each_backend
-def test_results_stay(ranks: Ranks, backend: str) -> None:
+def test_results_stay(context: RankContext, backend: str) -> None:
     """What was written to is the caller's: later calls change nothing of it, and it can be combined all the same."""
-    ranks.run(check_results_stay, backend)
-
-
-def check_results_stay(context: RankContext, backend: str) -> None:
     problem, other = (make_problem(replace(CASE, seed=seed), context.num_ranks) for seed in (0, 1))
     want = problem.dispatched("slots")
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
@@ -109,13 +103,10 @@ def check_results_stay(context: RankContext, backend: str) -> None:
         same_bits(mine, expected.cpu(), "out")
 
 
+@on_ranks
 @each_backend
-def test_halves_and_streams(ranks: Ranks, backend: str) -> None:
+def test_halves_and_streams(context: RankContext, backend: str) -> None:
     """With a pending, and on the communicator's own stream."""
-    ranks.run(check_halves, backend)
-
-
-def check_halves(context: RankContext, backend: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     want = problem.dispatched("slots")[context.rank]
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
@@ -137,13 +128,10 @@ def check_halves(context: RankContext, backend: str) -> None:
         same_bits(home, expected.cpu(), "out")
 
 
+@on_ranks
 @each_backend
-def test_overflow(ranks: Ranks, backend: str) -> None:
+def test_overflow(context: RankContext, backend: str) -> None:
     """Nothing is written beyond the caller's tensors, and the counts fit them."""
-    ranks.run(check_overflow, backend)
-
-
-def check_overflow(context: RankContext, backend: str) -> None:
     problem = make_problem(replace(CASE, pick="one expert"), context.num_ranks)
     options: dict[str, Any] = {"layout": "slots", "capacity": problem.rows_needed("slots") - 1}
     want = problem.dispatched(**options)[context.rank]
@@ -243,15 +231,12 @@ def expect(
     assert wire.all_to_all == []
 
 
+@on_ranks
 @pytest.mark.slow_on(4)
 @each_backend
 @pytest.mark.parametrize("index", params(DISPATCH_FAULTS))
-def test_dispatch_fault(ranks: Ranks, backend: str, index: int) -> None:
+def test_dispatch_fault(context: RankContext, backend: str, index: int) -> None:
     """Every check, before anything is sent; the communicator works on."""
-    ranks.run(check_dispatch_fault, backend, index)
-
-
-def check_dispatch_fault(context: RankContext, backend: str, index: int) -> None:
     problem = make_problem(replace(CASE, to_quantise=True), context.num_ranks)
     options: dict[str, Any] = {"layout": "slots", "to_fp8": True, "scale_layout": "columns"}
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
@@ -265,26 +250,20 @@ def check_dispatch_fault(context: RankContext, backend: str, index: int) -> None
         same_routed(routed, problem.dispatched(**options)[context.rank], problem.plan)
 
 
+@on_ranks
 @each_backend
 @pytest.mark.parametrize("index", params(EXACT_FAULTS))
-def test_fault_of_options(ranks: Ranks, backend: str, index: int) -> None:
+def test_fault_of_options(context: RankContext, backend: str, index: int) -> None:
     """What no tensor can mend."""
-    ranks.run(check_fault_of_options, backend, index)
-
-
-def check_fault_of_options(context: RankContext, backend: str, index: int) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
         expect(context, lambda given: comm.dispatch(*problem.arguments(context), **given), {}, EXACT_FAULTS[index])
 
 
+@on_ranks
 @each_backend
-def test_no_gradients(ranks: Ranks, backend: str) -> None:
+def test_no_gradients(context: RankContext, backend: str) -> None:
     """Where one is enabled, a dispatch refuses ``out``; a combine does where one is wanted."""
-    ranks.run(check_no_gradients, backend)
-
-
-def check_no_gradients(context: RankContext, backend: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with make_comm(context, backend, problem.plan) as comm:
         with pytest.raises(tl.InvalidArgument, match=r"out= has no gradient; dispatch inside of torch\.no_grad"):
@@ -298,15 +277,12 @@ def check_no_gradients(context: RankContext, backend: str) -> None:
         assert comm.combine(y, routed, out=out) is out
 
 
+@on_ranks
 @pytest.mark.slow_on(4)
 @each_backend
 @pytest.mark.parametrize("index", params(COMBINE_FAULTS))
-def test_combine_fault(ranks: Ranks, backend: str, index: int) -> None:
+def test_combine_fault(context: RankContext, backend: str, index: int) -> None:
     """Every check, before anything is sent."""
-    ranks.run(check_combine_fault, backend, index)
-
-
-def check_combine_fault(context: RankContext, backend: str, index: int) -> None:
     problem = make_problem(replace(CASE, tokens=(4, 2)), context.num_ranks)
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
         routed = comm.dispatch(*problem.arguments(context), copy=True)

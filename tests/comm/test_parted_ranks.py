@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.comm.test_first_messages import MAKERS, ORDER, dispatch, make_comm, on_ranks, works
+from tests.comm.test_first_messages import MAKERS, ORDER, dispatch, make_comm, works
+from tests.support.on_ranks import on_ranks
+from tests.support.server import NewRanks
 from tests.support.slow import mostly_slow
 from tokenloom.runtime.processes import RankContext
 
@@ -31,12 +33,9 @@ def all_hear(call: Callable[[], Any]) -> None:
     assert time.monotonic() - began < TIMEOUT_S
 
 
+@on_ranks("new_four")
 @pytest.mark.slow
-def test_two_that_mask() -> None:
-    on_ranks(check_two)
-
-
-def check_two(context: RankContext) -> None:
+def test_two_that_mask(context: RankContext) -> None:
     comms = [make_comm(context, 2, **MASK), make_comm(context, 8, **MASK)]
     works(*comms)
     for odd in (0, 2):
@@ -48,9 +47,9 @@ def check_two(context: RankContext) -> None:
     assert [comm.masked_ranks() for comm in comms] == [[], []]
 
 
-def test_behind_a_loss() -> None:
+def test_behind_a_loss(new_four: NewRanks) -> None:
     """The process group can make no collective any more: a member is gone."""
-    assert on_ranks(check_behind_a_loss)[:3] == [[[3], [3]]] * 3
+    assert new_four.run(check_behind_a_loss)[:3] == [[[3], [3]]] * 3
 
 
 def check_behind_a_loss(context: RankContext) -> list[list[int]] | None:
@@ -70,13 +69,10 @@ def check_behind_a_loss(context: RankContext) -> list[list[int]] | None:
     return [comm.masked_ranks() for comm in comms]
 
 
+@on_ranks("new_four")
 @pytest.mark.slow
-def test_ranks_that_users_mask() -> None:
+def test_ranks_that_users_mask(context: RankContext) -> None:
     """Without on_timeout="mask" they would wait as long as a call may take to open."""
-    on_ranks(check_users_mask)
-
-
-def check_users_mask(context: RankContext) -> None:
     comms = [make_comm(context, 2), make_comm(context, 8)]
     if context.rank == 3:
         return
@@ -89,13 +85,10 @@ def check_users_mask(context: RankContext) -> None:
         dispatch(comm)
 
 
+@on_ranks("new_four")
 @pytest.mark.parametrize("odd", mostly_slow([0, 2], [0]))
-def test_one_that_masks_and_one_that_does_not(odd: int) -> None:
+def test_one_that_masks_and_one_that_does_not(context: RankContext, odd: int) -> None:
     """Calls of one are collectives of the process group, where the others join to say why they do not come."""
-    on_ranks(check_mixed, odd)
-
-
-def check_mixed(context: RankContext, odd: int) -> None:
     comms = [make_comm(context, 2, **MASK), make_comm(context, 8)]
     works(*comms)
     for _ in range(2):
@@ -105,12 +98,9 @@ def check_mixed(context: RankContext, odd: int) -> None:
         works(*comms)
 
 
+@on_ranks("new_four")
 @pytest.mark.parametrize("what", mostly_slow(list(MAKERS), ["Communicator"]))
-def test_one_rank_makes_something(what: str) -> None:
-    on_ranks(check_one_makes, what)
-
-
-def check_one_makes(context: RankContext, what: str) -> None:
+def test_one_rank_makes_something(context: RankContext, what: str) -> None:
     comm = make_comm(context, **MASK)
     works(comm)
     for odd in (1, 0):
@@ -120,12 +110,9 @@ def check_one_makes(context: RankContext, what: str) -> None:
     works(comm, make_comm(context, 3), make_comm(context, 5, **MASK))
 
 
-def test_a_rank_that_comes_later() -> None:
+@on_ranks("new_four")
+def test_a_rank_that_comes_later(context: RankContext) -> None:
     """It hears of it in its next call, and is in step again with those that did not wait for it."""
-    on_ranks(check_later)
-
-
-def check_later(context: RankContext) -> None:
     comms = [make_comm(context, 2, **MASK), make_comm(context, 8, **MASK)]
     notes = comms[0].engine.ranks.notes
     works(*comms)

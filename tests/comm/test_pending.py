@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.conftest import Ranks
 from tests.support.cases import (
     BF16,
     FP32,
@@ -26,6 +25,7 @@ from tests.support.cases import (
     same_bytes,
     same_routed,
 )
+from tests.support.on_ranks import on_ranks
 from tests.support.slow import mostly_slow
 from tokenloom.runtime.processes import RankContext
 
@@ -53,14 +53,11 @@ def combined(comm: tl.Communicator, problem: Problem, context: RankContext, **op
 # -- the same as in one piece -----------------------------------------------------------------------------------
 
 
+@on_ranks
 @each_backend
 @pytest.mark.parametrize("case", case_params(["plain", "top8", "unused", "no-tokens", "fp8"]))
-def test_dispatch(ranks: Ranks, backend: str, case: Case) -> None:
+def test_dispatch(context: RankContext, backend: str, case: Case) -> None:
     """Every layout and size; between the halves what was sent gets other values."""
-    ranks.run(check_dispatch, backend, case)
-
-
-def check_dispatch(context: RankContext, backend: str, case: Case) -> None:
     problem = make_problem(case, context.num_ranks)
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
         for layout in ("token", "rank", "expert", "slots"):
@@ -77,15 +74,12 @@ def check_dispatch(context: RankContext, backend: str, case: Case) -> None:
                 same_routed(pending.receive(), want[context.rank], problem.plan, bounded=bounded)
 
 
+@on_ranks
 @each_backend
 @pytest.mark.parametrize("mode", ["per_rank", "per_route"])
 @pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "plain"])
-def test_combine(ranks: Ranks, backend: str, mode: str, weighted: bool) -> None:
+def test_combine(context: RankContext, backend: str, mode: Any, weighted: bool) -> None:
     """Between the halves y gets other values."""
-    ranks.run(check_combine, backend, mode, weighted)
-
-
-def check_combine(context: RankContext, backend: str, mode: Any, weighted: bool) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
         routed = comm.dispatch(*problem.arguments(context), copy=True)
@@ -97,14 +91,11 @@ def check_combine(context: RankContext, backend: str, mode: Any, weighted: bool)
         same_bits(pending.receive(), want.cpu(), "out")
 
 
+@on_ranks
 @each_backend
 @pytest.mark.parametrize("layout", mostly_slow(["token", "expert", "slots"], ["expert"]))
-def test_a_dispatch_that_is_let_go_between_the_halves(ranks: Ranks, backend: str, layout: str) -> None:
+def test_a_dispatch_that_is_let_go_between_the_halves(context: RankContext, backend: str, layout: Any) -> None:
     """What the second half of a combine reads of the dispatch stays, though other tensors want its memory."""
-    ranks.run(check_let_go, backend, layout)
-
-
-def check_let_go(context: RankContext, backend: str, layout: Any) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
         want = combined(comm, problem, context, layout=layout)
@@ -121,13 +112,10 @@ def check_let_go(context: RankContext, backend: str, layout: Any) -> None:
             del junk
 
 
+@on_ranks
 @each_backend
-def test_on_another_stream(ranks: Ranks, backend: str) -> None:
+def test_on_another_stream(context: RankContext, backend: str) -> None:
     """Both halves run on the stream that is current."""
-    ranks.run(check_on_another_stream, backend)
-
-
-def check_on_another_stream(context: RankContext, backend: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with make_comm(context, backend, problem.plan) as comm, torch.no_grad():
         want = combined(comm, problem, context)
@@ -137,14 +125,12 @@ def check_on_another_stream(context: RankContext, backend: str) -> None:
         same_bits(out, want.cpu(), "out")
 
 
+@on_ranks
 @each_backend
 @pytest.mark.parametrize("order", ["oldest first", "newest first"])
-def test_two_micro_batches_in_turns(ranks: Ranks, backend: str, order: str) -> None:
+def test_two_micro_batches_in_turns(context: RankContext, backend: str, order: str) -> None:
     """One is computed while the other travels: all along two calls are open, and no result is another's."""
-    ranks.run(check_turns, backend, order == "newest first")
-
-
-def check_turns(context: RankContext, backend: str, newest_first: bool) -> None:
+    newest_first = order == "newest first"
     problems = batches(context.num_ranks, 6)
     with make_comm(context, backend, problems[0].plan) as comm, torch.no_grad():
         want = [combined(comm, problem, context).clone() for problem in problems]
@@ -163,13 +149,10 @@ def check_turns(context: RankContext, backend: str, newest_first: bool) -> None:
             same_bits(out, expected.cpu(), "out")
 
 
+@on_ranks
 @each_backend
-def test_ranks_receive_in_orders_of_their_own(ranks: Ranks, backend: str) -> None:
+def test_ranks_receive_in_orders_of_their_own(context: RankContext, backend: str) -> None:
     """Only calls have an order: what one rank receives first, another may receive last."""
-    ranks.run(check_orders, backend)
-
-
-def check_orders(context: RankContext, backend: str) -> None:
     problems = batches(context.num_ranks, 2)
     with make_comm(context, backend, problems[0].plan) as comm, torch.no_grad():
         pendings = [comm.send_dispatch(*each.arguments(context)) for each in problems]
@@ -181,14 +164,11 @@ def check_orders(context: RankContext, backend: str) -> None:
 # -- gradients --------------------------------------------------------------------------------------------------
 
 
+@on_ranks
 @each_backend
 @pytest.mark.parametrize("layout", ["expert", "token", "slots"])
-def test_gradients(ranks: Ranks, backend: str, layout: str) -> None:
+def test_gradients(context: RankContext, backend: str, layout: Any) -> None:
     """Those of one piece, bit for bit, for x as it was sent, and wherever the second half runs."""
-    ranks.run(check_gradients, backend, layout)
-
-
-def check_gradients(context: RankContext, backend: str, layout: Any) -> None:
     problem = make_problem(CASE, context.num_ranks)
     x, ids, weights = problem.arguments(context)
     assert isinstance(x, torch.Tensor)
@@ -219,13 +199,10 @@ def check_gradients(context: RankContext, backend: str, layout: Any) -> None:
             same_bits(got, want.cpu(), name)
 
 
+@on_ranks
 @each_backend
-def test_gradients_of_one_of_two(ranks: Ranks, backend: str) -> None:
+def test_gradients_of_one_of_two(context: RankContext, backend: str) -> None:
     """Weights alone, or rows alone, may want one; without there is no graph."""
-    ranks.run(check_gradients_of_one, backend)
-
-
-def check_gradients_of_one(context: RankContext, backend: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with make_comm(context, backend, problem.plan) as comm:
         for wants_x, wants_weights in ((True, False), (False, True), (False, False)):
@@ -242,13 +219,10 @@ def check_gradients_of_one(context: RankContext, backend: str) -> None:
             assert (x.grad is not None, weights.grad is not None) == (wants_x, wants_weights)
 
 
+@on_ranks
 @each_backend
-def test_rows_that_backward_needs(ranks: Ranks, backend: str) -> None:
+def test_rows_that_backward_needs(context: RankContext, backend: str) -> None:
     """If y gets other values, gradients of its weights would be wrong: backward says so, as ever."""
-    ranks.run(check_rows_that_backward_needs, backend)
-
-
-def check_rows_that_backward_needs(context: RankContext, backend: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with make_comm(context, backend, problem.plan) as comm:
         x, ids, weights = problem.arguments(context)
@@ -261,12 +235,9 @@ def check_rows_that_backward_needs(context: RankContext, backend: str) -> None:
             pending.receive().sum().backward()
 
 
-def test_bytes_of_two_calls_are_kept_apart(ranks: Ranks) -> None:
+@on_ranks
+def test_bytes_of_two_calls_are_kept_apart(context: RankContext) -> None:
     """On "collective" with a payload by every strategy, since their transfers differ in number."""
-    ranks.run(check_strategies)
-
-
-def check_strategies(context: RankContext) -> None:
     problems = batches(context.num_ranks, 3)
     with make_comm(context, "collective", problems[0].plan) as comm, torch.no_grad():
         want = [comm.dispatch(*each.arguments(context)) for each in problems]

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tokenloom as tl
-from tests.conftest import Ranks
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 
 HIDDEN, TOKENS, TOP_K = 16, 5, 2
@@ -18,7 +18,10 @@ def make_comm(context: RankContext | None) -> tl.Communicator:
     return tl.Communicator(None if context is None else context.group, **sizes)
 
 
-def check_a_region_that_runs_again(context: RankContext, combines: bool) -> None:
+@on_ranks("four")
+@pytest.mark.parametrize("combines", [True, False])
+def test_a_region_that_runs_again(context: RankContext, combines: bool) -> None:
+    """It does so at the same place of backward on all ranks, also on those that compute nothing without rows."""
     comm = make_comm(context)
     scale, weights = torch.ones(HIDDEN, requires_grad=True), torch.ones(HIDDEN, HIDDEN, requires_grad=True)
     ids = torch.zeros(TOKENS, TOP_K, dtype=torch.int64)  # all go to rank 0
@@ -38,12 +41,6 @@ def check_a_region_that_runs_again(context: RankContext, combines: bool) -> None
     (found,) = torch.autograd.grad(rest(checkpoint(region, x, use_reentrant=False)).sum(), x)
     assert torch.equal(found, wanted)
     comm.close()
-
-
-@pytest.mark.parametrize("combines", [True, False])
-def test_a_region_that_runs_again(four: Ranks, combines: bool) -> None:
-    """It does so at the same place of backward on all ranks, also on those that compute nothing without rows."""
-    four.run(check_a_region_that_runs_again, combines)
 
 
 @pytest.mark.parametrize("sent_with_grad", [True, False])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.conftest import Ranks
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 
 HIDDEN, TOP_K, TOKENS = 16, 3, (7, 0, 5, 4, 1, 6, 3, 2)
@@ -26,8 +26,16 @@ def make(context: RankContext, unused: float) -> tuple[tl.Communicator, torch.Te
     return comm, x.to(context.device), ids.to(context.device), weights.to(context.device)
 
 
-def check(context: RankContext, alignment: int, sizes: str, unused: float) -> None:
-    """With fixed places where ``sizes`` says "slots"."""
+@on_ranks
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("unused", [0.0, 0.5])
+@pytest.mark.parametrize("sizes", ["exact", "bounded", "slots"])
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_it_is_a_weighted_combine(context: RankContext, alignment: int, sizes: str, unused: float) -> None:
+    """Padding and places beyond the rows have no weight, and give weights no gradient.
+
+    With fixed places where ``sizes`` says "slots".
+    """
     comm, x, ids, weights = make(context, unused)
     room: dict[str, Any] = {"exact": {}, "bounded": {"sizes": "bounded", "capacity": 512}, "slots": {"capacity": 99}}
     room = room[sizes]
@@ -49,16 +57,8 @@ def check(context: RankContext, alignment: int, sizes: str, unused: float) -> No
     comm.close()
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("unused", [0.0, 0.5])
-@pytest.mark.parametrize("sizes", ["exact", "bounded", "slots"])
-@pytest.mark.parametrize("alignment", [1, 8])
-def test_it_is_a_weighted_combine(ranks: Ranks, alignment: int, sizes: str, unused: float) -> None:
-    """Padding and places beyond the rows have no weight, and give weights no gradient."""
-    ranks.run(check, alignment, sizes, unused)
-
-
-def refuse(context: RankContext) -> None:
+@on_ranks
+def test_what_has_no_row_weights(context: RankContext) -> None:
     comm, x, ids, weights = make(context, 0.0)
     with pytest.raises(tl.InvalidArgument, match="layouts 'expert' and 'slots'"):
         comm.row_weights(comm.dispatch(x, ids, weights, layout="token"))
@@ -67,7 +67,3 @@ def refuse(context: RankContext) -> None:
     with pytest.raises(tl.InvalidArgument, match="expected what dispatch returned"):
         comm.row_weights(x)  # type: ignore[arg-type]
     comm.close()
-
-
-def test_what_has_no_row_weights(ranks: Ranks) -> None:
-    ranks.run(refuse)

@@ -17,6 +17,7 @@ from tests.conftest import Ranks
 from tests.support.cases import on_another_stream
 from tests.support.layer_cases import HIDDEN, LayerCase, make_inputs, make_layer
 from tests.support.nvlink_cases import launcher_of
+from tests.support.on_ranks import on_ranks
 from tests.support.strategies import combine_by
 from tests.support.wire import count_wire
 from tests.training.test_routed_experts import POOL, layers_of, one_step
@@ -98,7 +99,9 @@ def test_groups_are_padded_and_rows_dropped_alike(ranks: Ranks, dispatch: str) -
     ranks.run(same, {"layout": "expert", "alignment": 8}, dispatch, "reduce_scatter")
 
 
-def count(context: RankContext) -> None:
+@on_ranks
+def test_what_travels(context: RankContext) -> None:
+    """A strategy that was another one underneath would pass all tests of results."""
     comm, x, ids, weights = make(context)
     room, row_bytes, num_ranks = max(TOKENS), x.shape[1] * 2, context.num_ranks
     routes = int((ids >= 0).sum())
@@ -120,12 +123,9 @@ def count(context: RankContext) -> None:
     comm.close()
 
 
-def test_what_travels(ranks: Ranks) -> None:
-    """A strategy that was another one underneath would pass all tests of results."""
-    ranks.run(count)
-
-
-def refuse(context: RankContext) -> None:
+@on_ranks
+def test_wrong_strategies(context: RankContext) -> None:
+    """Each on all ranks alike; where ranks disagree, the error names the field."""
     comm, x, ids, weights = make(context)
     with pytest.raises(tl.InvalidArgument, match="strategy of dispatch is 'broadcast'"):
         comm.dispatch(x, ids, weights, strategy="broadcast")
@@ -147,11 +147,6 @@ def refuse(context: RankContext) -> None:
     comm.close()
 
 
-def test_wrong_strategies(ranks: Ranks) -> None:
-    """Each on all ranks alike; where ranks disagree, the error names the field."""
-    ranks.run(refuse)
-
-
 def train(context: RankContext, strategy: tl.Strategy | None) -> list[torch.Tensor]:
     case = LayerCase()
     layer = make_layer(case, context.group, strategy=strategy, backend="collective")
@@ -165,20 +160,18 @@ def train(context: RankContext, strategy: tl.Strategy | None) -> list[torch.Tens
     return [tensor.cpu() for tensor in found if tensor is not None]
 
 
-def of_a_layer(context: RankContext, strategy: tl.Strategy) -> None:
+@on_ranks
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("combine", ["dedup", "reduce_scatter", "all_to_all", "per_node"])
+@pytest.mark.parametrize("dispatch", ["dedup", "all_gather", "all_to_all"])
+def test_layers(context: RankContext, dispatch: str, combine: str) -> None:
+    """Outputs and all gradients of a layer."""
+    strategy = tl.Strategy(dispatch, combine)
     for ours, theirs in zip(train(context, strategy), train(context, None), strict=True):
         if strategy.combine == "all_to_all":  # sums in another order
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
         else:
             assert torch.equal(ours, theirs)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("combine", ["dedup", "reduce_scatter", "all_to_all", "per_node"])
-@pytest.mark.parametrize("dispatch", ["dedup", "all_gather", "all_to_all"])
-def test_layers(ranks: Ranks, dispatch: str, combine: str) -> None:
-    """Outputs and all gradients of a layer."""
-    ranks.run(of_a_layer, tl.Strategy(dispatch, combine))
 
 
 # -- backend "nvlink" -----------------------------------------------------------------------------------------------
@@ -202,8 +195,12 @@ def test_kernels_give_the_same_bits(hoppers: Ranks, dispatch: str, combine: str,
     hoppers.run(same, options, dispatch, combine, "nvlink")
 
 
-def in_turns(context: RankContext) -> None:
-    """Calls of all kinds, of two dtypes and on two streams, one behind the other without a word from the host; results
+@on_ranks("hoppers")
+@pytest.mark.gpu
+def test_kernels_take_turns(context: RankContext) -> None:
+    """What copy engines bring lies in two halves, which calls use by turns.
+
+    Calls of all kinds, of two dtypes and on two streams, one behind the other without a word from the host; results
     are compared when all are done.
 
     Most routes go to rank 0, which is long at copying rows when the others are done and begin the next call.
@@ -254,12 +251,6 @@ def in_turns(context: RankContext) -> None:
     plain.close()
 
 
-@pytest.mark.gpu
-def test_kernels_take_turns(hoppers: Ranks) -> None:
-    """What copy engines bring lies in two halves, which calls use by turns."""
-    hoppers.run(in_turns)
-
-
 def drop(context: RankContext) -> bool:
     comm, x, ids, weights = make(context, "nvlink")
     results = []
@@ -283,8 +274,13 @@ def test_kernels_drop_alike(hoppers: Ranks) -> None:
     assert any(hoppers.run(drop))
 
 
-def count_copies(context: RankContext) -> None:
-    """Bytes that copy engines bring, in dispatch, in combine and in both gradients."""
+@on_ranks("hoppers")
+@pytest.mark.gpu
+def test_what_copy_engines_bring(context: RankContext) -> None:
+    """A strategy that was another one underneath would pass all tests of results.
+
+    Bytes that copy engines bring, in dispatch, in combine and in both gradients.
+    """
     comm, x, ids, weights = make(context, "nvlink")
     comm.dispatch(x, ids, weights, strategy="all_gather")
     others, row_bytes, sent = context.num_ranks - 1, x.shape[1] * x.element_size(), []
@@ -322,13 +318,9 @@ def count_copies(context: RankContext) -> None:
     comm.close()
 
 
+@on_ranks("hoppers")
 @pytest.mark.gpu
-def test_what_copy_engines_bring(hoppers: Ranks) -> None:
-    """A strategy that was another one underneath would pass all tests of results."""
-    hoppers.run(count_copies)
-
-
-def refuse_on_kernels(context: RankContext) -> None:
+def test_what_kernels_refuse(context: RankContext) -> None:
     comm, x, ids, weights = make(context, "nvlink")
     with pytest.raises(tl.InvalidArgument, match="has strategy 'all_gather' in layout 'expert', not 'token'"):
         comm.dispatch(x, ids, weights, layout="token", strategy="all_gather")
@@ -352,12 +344,9 @@ def refuse_on_kernels(context: RankContext) -> None:
     comm.close()
 
 
+@on_ranks("hoppers")
 @pytest.mark.gpu
-def test_what_kernels_refuse(hoppers: Ranks) -> None:
-    hoppers.run(refuse_on_kernels)
-
-
-def backward_in_a_new_thread(context: RankContext) -> None:
+def test_backward_begins_with_copies(context: RankContext) -> None:
     """The gradient of the layer's output is given, and so the copies are the first that the thread asks of the GPU."""
     (layer,) = layers_of(context, 1, strategy=Strategy("dedup", "reduce_scatter"), overlap=False)
     x = torch.randn(16, layer.experts.hidden, device=context.device).to(BF16).requires_grad_()
@@ -369,17 +358,7 @@ def backward_in_a_new_thread(context: RankContext) -> None:
     layer.comm.close()
 
 
-@pytest.mark.gpu
-def test_backward_begins_with_copies(hoppers: Ranks) -> None:
-    hoppers.run(backward_in_a_new_thread)
-
-
-def of_a_step(context: RankContext, strategy: tl.Strategy, options: dict[str, Any]) -> None:
-    wanted, found = one_step(context, overlap=False), one_step(context, strategy=strategy, **options)
-    for key, value in wanted.items():
-        assert torch.equal(found[key], value), key
-
-
+@on_ranks("hoppers")
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"redispatch_in_backward": True}, {"pool_rows": POOL}], ids=str)
 @pytest.mark.parametrize(
@@ -392,6 +371,8 @@ def of_a_step(context: RankContext, strategy: tl.Strategy, options: dict[str, An
     ],
     ids=lambda strategy: f"{strategy.dispatch} {strategy.combine}",
 )
-def test_layers_on_kernels(hoppers: Ranks, strategy: tl.Strategy, options: dict[str, Any]) -> None:
+def test_layers_on_kernels(context: RankContext, strategy: tl.Strategy, options: dict[str, Any]) -> None:
     """Three layers in a row, beside the products; outputs and all gradients."""
-    hoppers.run(of_a_step, strategy, options)
+    wanted, found = one_step(context, overlap=False), one_step(context, strategy=strategy, **options)
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value), key

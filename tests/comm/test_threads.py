@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, make_comm, make_problem, same_bits
+from tests.support.on_ranks import on_ranks
 from tests.support.patience import PATIENCE_S
 from tokenloom.comm.growing import Communicators, Shape
 from tokenloom.runtime.processes import RankContext
@@ -71,7 +71,12 @@ def error_of(future: Future[Any]) -> BaseException | None:
     return future.result(PATIENCE_S).exception()  # type: ignore[no-any-return]
 
 
-def check_at_once(context: RankContext, options: dict[str, Any], who: str) -> None:
+@on_ranks("four")
+@pytest.mark.parametrize("who", ["all", "one"])
+@pytest.mark.parametrize("options", [{}, {"on_timeout": "mask"}], ids=["raise", "mask"])
+def test_calls_at_once(context: RankContext, options: dict[str, Any], who: str) -> None:
+    """The second thread's call is refused behind that of the first, where the other ranks open it. It was SIGABRT."""
+    options = {"timeout_s": PATIENCE_S, **options}
     comm, call, there_and_back = made(context, **options)
     rows, want = call(), there_and_back()
     if who == "all" or context.rank == 0:
@@ -89,14 +94,9 @@ def check_at_once(context: RankContext, options: dict[str, Any], who: str) -> No
     comm.close()
 
 
-@pytest.mark.parametrize("who", ["all", "one"])
-@pytest.mark.parametrize("options", [{}, {"on_timeout": "mask"}], ids=["raise", "mask"])
-def test_calls_at_once(four: Ranks, options: dict[str, Any], who: str) -> None:
-    """The second thread's call is refused behind that of the first, where the other ranks open it. It was SIGABRT."""
-    four.run(check_at_once, {"timeout_s": PATIENCE_S, **options}, who)
-
-
-def check_a_receive(context: RankContext) -> None:
+@on_ranks("four")
+def test_a_receive_meanwhile(context: RankContext) -> None:
+    """It can be made again: the rows are still there."""
     comm, call, _ = made(context)
     rows = call()
     problem = make_problem(CASE, context.num_ranks)
@@ -110,12 +110,9 @@ def check_a_receive(context: RankContext) -> None:
     comm.close()
 
 
-def test_a_receive_meanwhile(four: Ranks) -> None:
-    """It can be made again: the rows are still there."""
-    four.run(check_a_receive)
-
-
-def check_in_turn(context: RankContext) -> None:
+@on_ranks("four")
+def test_calls_in_turn(context: RankContext) -> None:
+    """The halves of a call, and backward, which runs on threads of autograd, may be anywhere."""
     problem = make_problem(CASE, context.num_ranks)
     x, ids, weights = problem.arguments(context)
     assert isinstance(x, torch.Tensor)
@@ -133,12 +130,9 @@ def check_in_turn(context: RankContext) -> None:
         assert leaf.grad is not None
 
 
-def test_calls_in_turn(four: Ranks) -> None:
-    """The halves of a call, and backward, which runs on threads of autograd, may be anywhere."""
-    four.run(check_in_turn)
-
-
-def check_two_communicators(context: RankContext) -> None:
+@on_ranks("four")
+def test_two_communicators_of_a_process_group(context: RankContext) -> None:
+    """gloo has one order of collectives for both."""
     comm, call, _ = made(context)
     other_comm, other_call, there_and_back = made(context)
     want = there_and_back()
@@ -150,12 +144,9 @@ def check_two_communicators(context: RankContext) -> None:
         each.close()
 
 
-def test_two_communicators_of_a_process_group(four: Ranks) -> None:
-    """gloo has one order of collectives for both."""
-    four.run(check_two_communicators)
-
-
-def check_makers(context: RankContext) -> None:
+@on_ranks("four")
+def test_a_thread_that_makes_a_communicator(context: RankContext) -> None:
+    """That is a call of the process group as well."""
     communicators = Communicators(context.group, lambda: {"timeout_s": PATIENCE_S})
     x = torch.ones(3, 16, device=context.device)
     ids = torch.zeros(3, 2, dtype=torch.int64, device=context.device)
@@ -174,12 +165,9 @@ def check_makers(context: RankContext) -> None:
     communicators.close()
 
 
-def test_a_thread_that_makes_a_communicator(four: Ranks) -> None:
-    """That is a call of the process group as well."""
-    four.run(check_makers)
-
-
-def check_first_maker(context: RankContext) -> None:
+@on_ranks("four")
+def test_a_thread_that_makes_the_first_communicator(context: RankContext) -> None:
+    """No call of an earlier one says that two threads are in: the ranks hear it when they agree about it."""
     comm, call, _ = made(context)
     communicators = Communicators(context.group, lambda: {"timeout_s": PATIENCE_S})
     x = torch.ones(3, 16, device=context.device)
@@ -200,8 +188,3 @@ def check_first_maker(context: RankContext) -> None:
     make()
     communicators.close()
     comm.close()
-
-
-def test_a_thread_that_makes_the_first_communicator(four: Ranks) -> None:
-    """No call of an earlier one says that two threads are in: the ranks hear it when they agree about it."""
-    four.run(check_first_maker)

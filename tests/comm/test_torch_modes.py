@@ -12,8 +12,8 @@ from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import tokenloom as tl
-from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, each_backend, make_comm, make_problem, same_bits
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.pieces import RunOptions
 from tokenloom.training.routed_experts import routed_experts
@@ -35,7 +35,11 @@ def arguments(context: RankContext) -> tuple[Any, Any, Any, Any]:
 # -- inference mode between the halves ------------------------------------------------------------------------
 
 
-def check_receive_in_inference_mode(context: RankContext, backend: str, layout: Any) -> None:
+@on_ranks
+@each_backend
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_graph_comes_in_whatever_mode_it_is_received(context: RankContext, backend: str, layout: Any) -> None:
+    """What is made in inference mode never has a graph, so the second half leaves it."""
     plan, x, ids, weights = arguments(context)
     with make_comm(context, backend, plan) as comm:
         grads = []
@@ -53,14 +57,10 @@ def check_receive_in_inference_mode(context: RankContext, backend: str, layout: 
             same_bits(grad, grads[0].cpu(), "gradient of x")
 
 
+@on_ranks
 @each_backend
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_graph_comes_in_whatever_mode_it_is_received(ranks: Ranks, backend: str, layout: str) -> None:
-    """What is made in inference mode never has a graph, so the second half leaves it."""
-    ranks.run(check_receive_in_inference_mode, backend, layout)
-
-
-def check_send_in_inference_mode(context: RankContext, backend: str) -> None:
+def test_halves_that_begin_in_inference_mode(context: RankContext, backend: str) -> None:
+    """Tensors of inference mode cannot be written to outside, so the second half comes back to it."""
     plan, x, ids, weights = arguments(context)
     with make_comm(context, backend, plan) as comm:
         with torch.inference_mode():
@@ -74,22 +74,7 @@ def check_send_in_inference_mode(context: RankContext, backend: str) -> None:
         same_bits(out, want.cpu(), "out")
 
 
-@each_backend
-def test_halves_that_begin_in_inference_mode(ranks: Ranks, backend: str) -> None:
-    """Tensors of inference mode cannot be written to outside, so the second half comes back to it."""
-    ranks.run(check_send_in_inference_mode, backend)
-
-
 # -- what calls refuse ----------------------------------------------------------------------------------------
-
-
-def check_tangents(context: RankContext, backend: str) -> None:
-    plan, x, ids, weights = arguments(context)
-    with make_comm(context, backend, plan) as comm:
-        with pytest.raises(tl.InvalidArgument, match=r"torch\.func"):
-            torch.func.jvp(lambda x: comm.dispatch(x, ids, weights).tokens, (x,), (torch.ones_like(x),))
-        with forward_ad.dual_level():
-            refuse_tangents(comm, x, ids, weights)
 
 
 def refuse_tangents(comm: tl.Communicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -113,13 +98,23 @@ def refuse_tangents(comm: tl.Communicator, x: torch.Tensor, ids: torch.Tensor, w
     comm.combine(again.tokens.clone(), again)
 
 
+@on_ranks("four")
 @pytest.mark.parametrize("backend", ["collective", "network"])
-def test_tangents_are_not_lost_in_silence(four: Ranks, backend: str) -> None:
+def test_tangents_are_not_lost_in_silence(context: RankContext, backend: str) -> None:
     """Rows arrived without their tangents, so forward-mode derivatives were zero."""
-    four.run(check_tangents, backend)
+    plan, x, ids, weights = arguments(context)
+    with make_comm(context, backend, plan) as comm:
+        with pytest.raises(tl.InvalidArgument, match=r"torch\.func"):
+            torch.func.jvp(lambda x: comm.dispatch(x, ids, weights).tokens, (x,), (torch.ones_like(x),))
+        with forward_ad.dual_level():
+            refuse_tangents(comm, x, ids, weights)
 
 
-def check_transforms(context: RankContext, backend: str) -> None:
+@on_ranks
+@each_backend
+@pytest.mark.filterwarnings("ignore")
+def test_transforms_are_refused(context: RankContext, backend: str) -> None:
+    """They failed within calls, some so that the communicator broke. It works on."""
     plan, x, ids, weights = arguments(context)
     with make_comm(context, backend, plan) as comm:
 
@@ -141,13 +136,6 @@ def check_transforms(context: RankContext, backend: str) -> None:
         same_bits(there_and_back(x), want.cpu(), "out")
 
 
-@each_backend
-@pytest.mark.filterwarnings("ignore")
-def test_transforms_are_refused(ranks: Ranks, backend: str) -> None:
-    """They failed within calls, some so that the communicator broke. It works on."""
-    ranks.run(check_transforms, backend)
-
-
 def transformed(name: str, call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
     """Make a call where torch does this to it."""
     if name == "vmap":
@@ -161,7 +149,11 @@ def transformed(name: str, call: Callable[[torch.Tensor], torch.Tensor], x: torc
             call(x)
 
 
-def check_told(context: RankContext, name: str) -> None:
+@on_ranks("four")
+@pytest.mark.parametrize("name", ["vmap", "grad", "trace", "fake"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_transform_on_one_rank_is_told(context: RankContext, name: str) -> None:
+    """The other ranks waited for its call until the deadline, ten minutes by default."""
     plan, x, ids, weights = arguments(context)
     device = context.device
     w1, w2 = (torch.zeros(plan.experts_per_rank, *shape, device=device) for shape in ((16, 16), (16, 8)))
@@ -197,13 +189,6 @@ def check_told(context: RankContext, name: str) -> None:
                 comm.combine(y, routed)
         same_bits(comm.combine(y, routed), want.cpu(), "out")
     assert not made
-
-
-@pytest.mark.parametrize("name", ["vmap", "grad", "trace", "fake"])
-@pytest.mark.filterwarnings("ignore")
-def test_a_transform_on_one_rank_is_told(four: Ranks, name: str) -> None:
-    """The other ranks waited for its call until the deadline, ten minutes by default."""
-    four.run(check_told, name)
 
 
 def test_nothing_is_made_in_a_fake_mode() -> None:
@@ -245,7 +230,11 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def check_not_plain(context: RankContext, backend: str) -> None:
+@on_ranks
+@each_backend
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_tensors_without_memory_of_their_own(context: RankContext, backend: str) -> None:
+    """A DTensor, say, passed all checks, and failed where the communicator breaks, or gave kernels address 0."""
     plan, x, ids, weights = arguments(context)
     with make_comm(context, backend, plan) as comm:
         routed = comm.dispatch(x, ids, weights, copy=True)
@@ -266,13 +255,6 @@ def check_not_plain(context: RankContext, backend: str) -> None:
         same_bits(comm.combine(y, routed), want.cpu(), "out")
 
 
-@each_backend
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_tensors_without_memory_of_their_own(ranks: Ranks, backend: str) -> None:
-    """A DTensor, say, passed all checks, and failed where the communicator breaks, or gave kernels address 0."""
-    ranks.run(check_not_plain, backend)
-
-
 # -- results of functional collectives ------------------------------------------------------------------------
 
 
@@ -288,7 +270,10 @@ class GradientUnderWay(torch.autograd.Function):
         return AsyncCollectiveTensor(grad.contiguous())
 
 
-def check_under_way(context: RankContext, backend: str) -> None:
+@on_ranks
+@each_backend
+def test_tensors_that_are_under_way(context: RankContext, backend: str) -> None:
+    """``DTensor.to_local()`` may give such tensors. Kernels got address 0 for them."""
     plan, x, ids, weights = arguments(context)
     with make_comm(context, backend, plan) as comm:
         results = []
@@ -306,9 +291,3 @@ def check_under_way(context: RankContext, backend: str) -> None:
         for found, wanted in zip(results[1], results[0], strict=True):
             assert type(found) is torch.Tensor
             same_bits(found, wanted.cpu(), "result or gradient")
-
-
-@each_backend
-def test_tensors_that_are_under_way(ranks: Ranks, backend: str) -> None:
-    """``DTensor.to_local()`` may give such tensors. Kernels got address 0 for them."""
-    ranks.run(check_under_way, backend)

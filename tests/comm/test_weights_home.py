@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
 from tokenloom.comm.calls import ValuesHomeCall
 from tokenloom.errors import CapacityOverflow
 
-NUM_RANKS, HIDDEN, NUM_EXPERTS, LARGE, TOKENS, ROWS = 4, 256, 8, 1024, 5, 3
+HIDDEN, NUM_EXPERTS, LARGE, TOKENS, ROWS = 256, 8, 1024, 5, 3
 
 
 class Calls:
@@ -43,13 +43,6 @@ class Calls:
 
     def home(self, **changes: Any) -> torch.Tensor:
         return self.comm.combine_weights(**{"values": self.values, "routed": self.routed, **changes})
-
-
-@pytest.fixture
-def stand_ins() -> Iterator[StandIns]:
-    with StandIns(NUM_RANKS) as made, torch.no_grad():
-        made.keeps = True
-        yield made
 
 
 @pytest.fixture(params=[2, 8])

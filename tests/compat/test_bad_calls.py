@@ -12,7 +12,7 @@ import torch
 
 import tokenloom as tl
 from tests.compat.test_deep_gemm import weights_for
-from tests.conftest import Ranks
+from tests.support.on_ranks import on_ranks
 from tokenloom.compat import deep_ep, deep_gemm
 from tokenloom.compat.deep_ep.events import EventHandle
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming
@@ -35,7 +35,9 @@ CALLS: dict[str, Callable[[torch.Tensor, Any, Any], tuple[tuple[Any, ...], dict[
 }
 
 
-def check_call_of_a_layer(context: RankContext, said: str) -> None:
+@on_ranks("four")
+@pytest.mark.parametrize("said", CALLS)
+def test_a_call_of_a_layer(context: RankContext, said: str) -> None:
     buffer = deep_gemm.get_symm_buffer_for_mega_moe(context.group, context.num_ranks, ROOM, 1, HIDDEN, WIDTH)
     w1, w2 = deep_gemm.transform_weights_for_mega_moe_sm90(*weights_for(HIDDEN, WIDTH))
     y = torch.empty(2, HIDDEN, dtype=BF16)
@@ -51,21 +53,13 @@ def check_call_of_a_layer(context: RankContext, said: str) -> None:
     buffer.destroy()
 
 
-@pytest.mark.parametrize("said", CALLS)
-def test_a_call_of_a_layer(four: Ranks, said: str) -> None:
-    four.run(check_call_of_a_layer, said)
-
-
-def check_options_of_a_layer(context: RankContext) -> None:
+@on_ranks("four")
+def test_options_of_a_layer(context: RankContext) -> None:
     sizes = (context.group, context.num_ranks, ROOM, 1, HIDDEN, WIDTH)
     error, shared = (tl.InvalidArgument, 1) if context.rank == 1 else (tl.PeerError, 0)
     with pytest.raises(error, match="num_shared_experts is 1"):
         deep_gemm.get_symm_buffer_for_mega_moe(*sizes, num_shared_experts=shared)
     deep_gemm.get_symm_buffer_for_mega_moe(*sizes).destroy()
-
-
-def test_options_of_a_layer(four: Ranks) -> None:
-    four.run(check_options_of_a_layer)
 
 
 def layer_of_one() -> tl.MegaMoE:
@@ -104,7 +98,8 @@ def test_maps_with_more_routes_than_columns() -> None:
             wide.width(non_blocking)
 
 
-def check_deep_ep(context: RankContext) -> None:
+@on_ranks("four")
+def test_deep_ep(context: RankContext) -> None:
     buffer = deep_ep.Buffer(context.group, low_latency_mode=True, enable_shrink=True)
     for rank, said in ((context.rank, "rank_to_mask is"), (context.num_ranks, "rank_to_mask is")):
         with pytest.raises(BadCall, match=said):
@@ -124,11 +119,11 @@ def check_deep_ep(context: RankContext) -> None:
     buffer.dispatch(x, topk_idx=ids, topk_weights=torch.ones(2, 1), previous_event=EventHandle(), **counts)
 
 
-def test_deep_ep(four: Ranks) -> None:
-    four.run(check_deep_ep)
-
-
-def check_two_hidden_sizes(context: RankContext, masks: bool) -> None:
+@on_ranks("four")
+@pytest.mark.parametrize("masks", [False, True])
+def test_two_hidden_sizes(context: RankContext, masks: bool) -> None:
+    """A fault is told by the communicator that the others call, or later calls of both would have other numbers, and
+    one that has connections of its own would not hear it. If ids are no tensor, the width alone says which it is."""
     buffer = deep_ep.Buffer(context.group, enable_shrink=masks)
 
     def dispatch(hidden: int, dtype: torch.dtype = torch.float32, as_list: bool = False) -> None:
@@ -149,13 +144,6 @@ def check_two_hidden_sizes(context: RankContext, masks: bool) -> None:
         dispatch(128, as_list=context.rank == 1)
     dispatch(128)
     dispatch(256)
-
-
-@pytest.mark.parametrize("masks", [False, True])
-def test_two_hidden_sizes(four: Ranks, masks: bool) -> None:
-    """A fault is told by the communicator that the others call, or later calls of both would have other numbers, and
-    one that has connections of its own would not hear it. If ids are no tensor, the width alone says which it is."""
-    four.run(check_two_hidden_sizes, masks)
 
 
 def buffer_of(context: RankContext, kind: str) -> Callable[[int, int, bool], Any]:
@@ -202,7 +190,12 @@ def buffer_of(context: RankContext, kind: str) -> Callable[[int, int, bool], Any
     return call
 
 
-def check_two_kinds_of_layers(context: RankContext, kind: str, shapes: tuple[tuple[int, int], ...]) -> None:
+@on_ranks("four")
+@pytest.mark.parametrize("shapes", [((4, 2), (8, 2)), ((8, 2), (8, 3))], ids=["experts", "routes"])
+@pytest.mark.parametrize("kind", ["normal", "low latency", "masking", "elastic", "hybrid"])
+def test_two_kinds_of_layers(context: RankContext, kind: str, shapes: tuple[tuple[int, int], ...]) -> None:
+    """Of one width. A fault is told where the others make the call; and rows of openings are equally long, whichever
+    communicator it is."""
     call = buffer_of(context, kind)
     for shape in shapes:
         call(*shape, False)
@@ -210,14 +203,6 @@ def check_two_kinds_of_layers(context: RankContext, kind: str, shapes: tuple[tup
         call(*shapes[0], context.rank == 1)
     for shape in (*reversed(shapes), *shapes):
         call(*shape, False)
-
-
-@pytest.mark.parametrize("shapes", [((4, 2), (8, 2)), ((8, 2), (8, 3))], ids=["experts", "routes"])
-@pytest.mark.parametrize("kind", ["normal", "low latency", "masking", "elastic", "hybrid"])
-def test_two_kinds_of_layers(four: Ranks, kind: str, shapes: tuple[tuple[int, int], ...]) -> None:
-    """Of one width. A fault is told where the others make the call; and rows of openings are equally long, whichever
-    communicator it is."""
-    four.run(check_two_kinds_of_layers, kind, shapes)
 
 
 @pytest.mark.parametrize("number", [4.0, "4", 3, 0])
@@ -267,7 +252,8 @@ def test_errors_from_below_name_what_the_client_knows(call: str, error: tl.Token
     assert not [word for word in OURS if word in str(raised.value)]
 
 
-def check_dropped_hook(context: RankContext) -> None:
+@on_ranks("four")
+def test_a_hook_that_nobody_calls(context: RankContext) -> None:
     buffer = deep_ep.Buffer(context.group, explicitly_destroy=True)
     x, ids = torch.ones(2, HIDDEN, dtype=BF16), torch.zeros(2, 1, dtype=torch.int64)
 
@@ -283,11 +269,10 @@ def check_dropped_hook(context: RankContext) -> None:
     buffer.destroy()
 
 
-def test_a_hook_that_nobody_calls(four: Ranks) -> None:
-    four.run(check_dropped_hook)
-
-
-def check_nested(context: RankContext) -> None:
+@on_ranks("four")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors(context: RankContext) -> None:
+    """They have no shape to be asked for, so that the first question failed untold."""
     buffer = deep_ep.Buffer(context.group, explicitly_destroy=True)
     elastic = deep_ep.ElasticBuffer(context.group, num_max_tokens_per_rank=ROOM, explicitly_destroy=True)
     experts = context.num_ranks
@@ -311,9 +296,3 @@ def check_nested(context: RankContext) -> None:
         call(x, ids)
     elastic.destroy()
     buffer.destroy()
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors(four: Ranks) -> None:
-    """They have no shape to be asked for, so that the first question failed untold."""
-    four.run(check_nested)

@@ -16,6 +16,7 @@ import tokenloom as tl
 from tests.conftest import HOPPER, Ranks
 from tests.support.mega_cases import CASES, Case, Layer, assert_near, expected, make_layer
 from tests.support.mega_cases import make_mega as make_ours
+from tests.support.on_ranks import on_ranks
 from tokenloom.compat import deep_gemm
 from tokenloom.compat.deep_gemm import testing
 from tokenloom.compat.deep_gemm.utils import dist as deep_gemm_dist
@@ -146,7 +147,8 @@ def test_difference_by_hand() -> None:
     assert testing.calc_diff(x, y * torch.nan) != 0.0
 
 
-def check_gathering(context: RankContext) -> None:
+@on_ranks
+def test_uneven_all_gather(context: RankContext) -> None:
     """Ranks have 0, 1, 2 .. rows, so one of them has nothing."""
     whole = (torch.arange(6 * 4, device=context.device) % 16).view(6, 4).float()
     first = sum(range(context.rank))
@@ -156,10 +158,6 @@ def check_gathering(context: RankContext) -> None:
         got = deep_gemm_dist.uneven_all_gather(tensor, dim, context.group)
         assert (got.dtype, got.shape[dim]) == (tensor.dtype, num_rows)
         assert (got if dim == 0 else got.T).float().equal(whole[:num_rows])
-
-
-def test_uneven_all_gather(ranks: Ranks) -> None:
-    ranks.run(check_gathering)
 
 
 # -- the call ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import tokenloom as tl
 from tests.inference.test_mega_moe import FAULTS, check_case, check_faults, check_many_calls
 from tests.support import emulator
 from tests.support.mega_cases import CASES, Case, assert_near, expected, inputs, make_layer, make_mega
+from tests.support.on_ranks import on_ranks
 from tests.support.slow import mostly_slow
 from tokenloom.bench.mega.trace import UNTIL, spans_of
 from tokenloom.inference.schedules import MegaSchedule
@@ -33,14 +34,11 @@ def test_mega(name: str) -> None:
     emulator.ranks(2).run(check_case, name, tokens=FEWER.get(name))
 
 
+@on_ranks("emulated_two")
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", ["threads", "copies"])
-def test_rows_that_arrive_late(slow: str) -> None:
+def test_rows_that_arrive_late(context: RankContext, slow: str) -> None:
     """The GPU of a rank that has many is slow, so the other's GEMM1 begins before. Both calls use the same places."""
-    emulator.ranks(2).run(check_late_rows, slow)
-
-
-def check_late_rows(context: RankContext, slow: str) -> None:
     from tests.support.emulator import group as emulated
 
     if context.rank == 1 and slow == "threads":
@@ -56,15 +54,12 @@ def check_late_rows(context: RankContext, slow: str) -> None:
         mega.check()
 
 
+@on_ranks("emulated_two")
 @pytest.mark.slow
 @pytest.mark.parametrize("packs", [False, True])
-def test_times_of_kernels(packs: bool) -> None:
+def test_times_of_kernels(context: RankContext, packs: bool) -> None:
     """Each kernel of a call writes its times, in the order in which kernels wait for each other. With few tokens on
     each SM that sends, none packs them beforehand."""
-    emulator.ranks(2).run(check_times, packs)
-
-
-def check_times(context: RankContext, packs: bool) -> None:
     case = CASES["one block"]
     layer = make_layer(case, context.num_ranks, context.device)
     with make_mega(context, case, layer) as mega:
@@ -103,13 +98,10 @@ def test_a_fault_on_one_rank(fault: str) -> None:
     emulator.ranks(2).run(check_faults, fault)
 
 
+@on_ranks("emulated_two")
 @pytest.mark.parametrize("turns", mostly_slow([0, 10_000, 60_000], (), [0, 60_000]))
-def test_a_killed_rank(turns: int) -> None:
+def test_a_killed_rank(context: RankContext, turns: int) -> None:
     """Whatever its kernels do then, the other rank names it, and waits no longer than the deadline."""
-    emulator.ranks(2).run(check_killed, turns)
-
-
-def check_killed(context: RankContext, turns: int) -> None:
     from tests.support.emulator import group as emulated
 
     case, shared = CASES["one block"], emulated.here.group

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +11,14 @@ import torch
 import tokenloom as tl
 from tests.conftest import HOPPER, Ranks
 from tests.support.mega_cases import CASES, Case, Layer, assert_near, expected, inputs, make_layer, make_mega
+from tests.support.on_ranks import on_ranks
 from tokenloom.backends.nvlink.buffers import control_layout, fused_layout
 from tokenloom.errors import BackendUnavailable
 from tokenloom.inference.expert_memory import ExpertMemory
 from tokenloom.inference.schedules import SCHEDULES as MEASURED
 from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.plan import Plan
-from tokenloom.runtime.processes import RankContext, RankPool
+from tokenloom.runtime.processes import RankContext
 
 pytestmark = pytest.mark.slow_on(4)
 
@@ -94,7 +94,9 @@ def test_other_backends(ranks: Ranks, backend: str, name: str) -> None:
     ranks.run(check_case, name, backend)
 
 
-def check_nodes(context: RankContext) -> None:
+@on_ranks("four")
+def test_nodes_change_nothing(context: RankContext) -> None:
+    """Four ranks as two nodes of two: rows of GEMM2 come home one by one, so all bits are those of one node."""
     case = CASES["two shared experts"]
     layer = make_layer(case, context.num_ranks, context.device)
     given, outs = inputs(case, layer, context.rank), []
@@ -107,18 +109,15 @@ def check_nodes(context: RankContext) -> None:
     assert outs[0].any() == (len(given[1]) > 0)
 
 
-def test_nodes_change_nothing(pools: Callable[[str], RankPool]) -> None:
-    """Four ranks as two nodes of two: rows of GEMM2 come home one by one, so all bits are those of one node."""
-    Ranks(pools("cpu"), 4).run(check_nodes)
-
-
 def call_to_its_end(mega: tl.MegaMoE, given: Any) -> None:
     """On GPUs what becomes of a call is known once its kernels have run."""
     mega(*given)
     mega.check()
 
 
-def check_a_gemm_that_fails(context: RankContext) -> None:
+@on_ranks
+def test_a_gemm_that_fails(context: RankContext) -> None:
+    """Between dispatch and combine: the others hear of it at once, and the layer works on."""
     case = CASES["plain"]
     layer = make_layer(case, context.num_ranks, context.device)
     with make_mega(context, case, layer, "composed") as mega:
@@ -134,11 +133,6 @@ def check_a_gemm_that_fails(context: RankContext) -> None:
             with pytest.raises(tl.PeerError, match="rank 0"):
                 call_to_its_end(mega, given)
         assert torch.equal(mega(*given), want)
-
-
-def test_a_gemm_that_fails(ranks: Ranks) -> None:
-    """Between dispatch and combine: the others hear of it at once, and the layer works on."""
-    ranks.run(check_a_gemm_that_fails)
 
 
 def check_many_calls(context: RankContext, calls: int = 1000) -> None:
@@ -166,7 +160,10 @@ def test_a_thousand_calls_on_one_buffer(hoppers: Ranks) -> None:
     hoppers.run(check_many_calls)
 
 
-def check_changing_routing(context: RankContext) -> None:
+@on_ranks("hoppers")
+@pytest.mark.gpu
+def test_replays_with_changing_routing(context: RankContext) -> None:
+    """Counts, lists and places are made anew in each replay."""
     case = Case("", tokens=(50, 20), top_k=3)
     layers = [make_layer(case, context.num_ranks, context.device, seed) for seed in range(6)]
     with make_mega(context, case, layers[0]) as mega:
@@ -185,12 +182,6 @@ def check_changing_routing(context: RankContext) -> None:
             graph.replay()
             assert_near(out, expected(case, routed, context.rank))
         mega.check()
-
-
-@pytest.mark.gpu
-def test_replays_with_changing_routing(hoppers: Ranks) -> None:
-    """Counts, lists and places are made anew in each replay."""
-    hoppers.run(check_changing_routing)
 
 
 FAULTS = {
@@ -235,7 +226,9 @@ def test_a_fault_on_one_rank(hoppers: Ranks, fault: str) -> None:
     hoppers.run(check_faults, fault)
 
 
-def check_new_weights(context: RankContext) -> None:
+@on_ranks("hoppers")
+@pytest.mark.gpu
+def test_a_graph_uses_weights_that_are_loaded_later(context: RankContext) -> None:
     case = Case("", tokens=(30, 20))
     first, second = (make_layer(case, context.num_ranks, context.device, seed) for seed in (0, 1))
     given = inputs(case, first, context.rank)
@@ -255,11 +248,6 @@ def check_new_weights(context: RankContext) -> None:
         weights = {name: getattr(second, name) for name in ("w1", "w1_scales", "w2", "w2_scales")}
         assert_near(out, expected(case, replace(first, **weights), context.rank))
         mega.check()
-
-
-@pytest.mark.gpu
-def test_a_graph_uses_weights_that_are_loaded_later(hoppers: Ranks) -> None:
-    hoppers.run(check_new_weights)
 
 
 def test_buffers_of_the_reference_layer() -> None:

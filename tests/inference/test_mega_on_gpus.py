@@ -15,6 +15,7 @@ import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.graph_cases import Captured
 from tests.support.mega_cases import CASES, Case, assert_near, expected, inputs, make_layer, make_mega
+from tests.support.on_ranks import on_ranks
 from tests.support.server import Server
 from tokenloom.runtime.processes import RankContext
 
@@ -76,13 +77,10 @@ def check_calls_in_graphs(context: RankContext) -> None:
         assert_near(mega(*given), expected(SIZES, layer, context.rank))
 
 
+@on_ranks("several")
 @pytest.mark.parametrize("stage", ["", "dispatch", "gemm1", "gemm2"])
-def test_a_late_rank(several: Ranks, stage: str) -> None:
+def test_a_late_rank(context: RankContext, stage: str) -> None:
     """By 100 ms, before the call or before its next kernel: the others wait, and nothing differs."""
-    several.run(check_a_late_rank, stage)
-
-
-def check_a_late_rank(context: RankContext, stage: str) -> None:
     case = CASES["top8"]
     layer = make_layer(case, context.num_ranks, context.device)
     with make_mega(context, case, layer, timeout_s=TIMEOUT_S) as mega:

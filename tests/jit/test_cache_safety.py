@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.small_kernels import needs_nvrtc, scale_spec, write_package
+from tests.support.small_kernels import needs_nvrtc, only_file, scale_spec
 from tokenloom import env
 from tokenloom.jit import cache, compiler
 from tokenloom.jit.compiler import KernelSpec
@@ -21,7 +21,7 @@ ROOT_UID, SOMEBODY = 0, 4242
 
 
 @pytest.fixture(autouse=True)
-def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelSpec]]:
+def compiled(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelSpec]]:
     """What was asked of the compiler; a stand-in answers."""
     specs: list[KernelSpec] = []
 
@@ -29,7 +29,6 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[K
         specs.append(spec)
         return b"code", "log"
 
-    monkeypatch.setattr(compiler, "PACKAGE", write_package(tmp_path / "package"))
     monkeypatch.setattr(cache, "compile_kernel", compile_kernel)
     monkeypatch.setattr(cache, "nvrtc_version", lambda: "99.9")
     cache._warned.clear()
@@ -43,11 +42,6 @@ def folder(tmp_path: Path) -> Path:
     made = tmp_path / "cache"
     cache.get(scale_spec(), made)
     return made
-
-
-def only_file(folder: Path) -> Path:
-    (file,) = folder.iterdir()
-    return file
 
 
 def owned_by(monkeypatch: pytest.MonkeyPatch, owners: dict[Path, int]) -> None:

@@ -15,22 +15,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.small_kernels import needs_nvrtc, scale_spec, write_package
+from tests.support.small_kernels import needs_nvrtc, scale_spec
 from tokenloom.jit import cache, compiler
 from tokenloom.jit.compiler import KernelSpec
 
-pytestmark = needs_nvrtc
+pytestmark = [needs_nvrtc, pytest.mark.usefixtures("package")]
 CONTEXT = multiprocessing.get_context("spawn")
 LIMIT_S, ENOUGH_TO_LOOK_S = 60.0, 0.2
 CODE, LOG = b"code", "log"
-
-
-@pytest.fixture(autouse=True)
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Kernels are looked for here, not in the installed package."""
-    folder = write_package(tmp_path / "package")
-    monkeypatch.setattr(compiler, "PACKAGE", folder)
-    return folder
 
 
 def get_one(package: Path, folder: Path, which: int, meeting: Any, said: Any, forks: bool) -> None:

@@ -22,21 +22,14 @@ import pytest
 import torch
 
 from tests.conftest import NUM_GPUS
-from tests.support.small_kernels import Inner, ScaleArgs, needs_nvrtc, race, scale_spec, write_package
+from tests.support.small_kernels import Inner, ScaleArgs, needs_nvrtc, only_file, race, scale_spec
 from tokenloom.errors import BackendUnavailable, KernelCompileError
 from tokenloom.jit import cache, compiler
 from tokenloom.jit.compiler import KernelSpec, Resources
 from tokenloom.jit.kernel import Kernel, blocks_per_sm
 
+pytestmark = pytest.mark.usefixtures("package")
 NUM_RACERS = 4
-
-
-@pytest.fixture(autouse=True)
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Kernels are looked for here, not in the installed package."""
-    folder = write_package(tmp_path / "package")
-    monkeypatch.setattr(compiler, "PACKAGE", folder)
-    return folder
 
 
 @pytest.fixture
@@ -56,11 +49,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
 
     monkeypatch.setattr(cache, "compile_kernel", compile_kernel)
     return specs
-
-
-def only_file(folder: Path) -> Path:
-    (file,) = folder.iterdir()
-    return file
 
 
 # -- compiling ---------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.kernels.combine_calls import CombineBuffers, CombineCall, Summed
-from tests.kernels.one_gpu import SHORT_S, needs_one_gpu
+from tests.kernels.one_gpu import needs_one_gpu
 from tests.kernels.played_peer import problem_of_two
-from tests.kernels.silent_peer import Rank0, error_of, next_epoch
-from tests.kernels.test_staged_dispatch import BASE, each_case
+from tests.kernels.silent_peer import Rank0, error_of
+from tests.kernels.test_staged_dispatch import BASE, each_case, epochs_from, problems, receive_behind, run_call
 from tests.support.cases import BF16, FP16, FP32, Case, Problem
 from tokenloom.kernels.combine.launch import LONE_ROWS
 from tokenloom.plan import LAYOUTS, ROUTE_LAYOUTS
@@ -43,24 +43,6 @@ def run(problem: Problem, options: Summed) -> None:
     rank0 = Rank0(problem.plan)
     run_call(CombineCall(CombineBuffers(rank0, options), problem, options))
     assert error_of(rank0) is None
-
-
-def run_call(call: CombineCall) -> None:
-    """One call. Rows of rank 1 come as early as they may in a call of one kernel, and late in one of two."""
-    if not call.options.halves:
-        call.open_by_rank_1()
-        call.send_by_rank_1()
-        assert call.send() is None
-    else:
-        if not call.options.eager:
-            call.open_by_rank_1()
-        assert call.send() is None
-        assert call.rank0.last_run_s < SHORT_S, "the sending half waits for rows"
-        call.open_by_rank_1()
-        call.send_by_rank_1()
-        assert call.receive() is None
-    call.check_received()
-    call.check_sent()
 
 
 @each_kind
@@ -147,11 +129,6 @@ def test_rows_of_any_length(dtype: torch.dtype, hidden: int) -> None:
 # -- call after call ------------------------------------------------------------------------------------------------
 
 
-def problems(count: int) -> list[Problem]:
-    """Of the same sizes, with other tokens and routes."""
-    return [problem_of_two(replace(BASE, seed=seed)) for seed in range(count)]
-
-
 @pytest.mark.parametrize("start", [1, 2**31 - 2, 2**32 - 3], ids=lambda start: f"{start:#x}")
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "waiting"])
 def test_buffers_take_turns(start: int, eager: bool) -> None:
@@ -176,22 +153,6 @@ def test_a_peer_that_is_three_calls_ahead(start: int) -> None:
     rank0 = Rank0(given[0].plan, epoch=start)
     options = Summed("slots", weighted=True, halves=True)
     buffers = CombineBuffers(rank0, options)
-    epochs = [start]
-    for _ in range(3):
-        epochs.append(next_epoch(epochs[-1]))
-    calls = [CombineCall(buffers, *each) for each in zip(given, [options] * 4, epochs, strict=True)]
-    for call in calls[:2]:
-        assert call.send() is None
-        call.check_sent()
-    for call in calls:
-        call.open_by_rank_1()
-        call.send_by_rank_1()
-    for call in calls[:2]:
-        assert call.receive() is None
-        call.check_received()
-    for call in calls[2:]:
-        assert call.send() is None
-        call.check_sent()
-        assert call.receive() is None
-        call.check_received()
+    calls = [CombineCall(buffers, *each) for each in zip(given, [options] * 4, epochs_from(start), strict=False)]
+    receive_behind(calls)
     assert error_of(rank0) is None

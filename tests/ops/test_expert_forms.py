@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from typing import Any
@@ -28,15 +29,15 @@ FORMS = {
     for activation, biased, layout in product(ACTIVATIONS, (False, True), LAYOUTS)
     if ACTIVATIONS[activation].gated or not LAYOUTS[layout].interleaved
 }
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2}
-"""Of results near 1: a few roundings of the dtype, as in test_experts.py."""
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+"""Of results near 1: a few roundings of the dtype (bfloat16: 2^-9 each), in the gates, the product and the sum."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """Rows of three experts, one without any, in a form; leaves that want gradients, by name."""
+    """Rows of some experts in a form; leaves that want gradients, by name."""
 
-    counts: list[int]
+    counts: Sequence[int]
     offsets: torch.Tensor
     leaves: dict[str, torch.Tensor]
     options: dict[str, Any]
@@ -47,9 +48,17 @@ class Given:
         return run_experts(rows, self.offsets, w1, w2, weights, **biases, **self.options, **more)
 
 
-def make(form: str, dtype: torch.dtype, hidden: int, width: int, device: str = "cpu", beyond: int = 0) -> Given:
+def make(
+    form: str,
+    dtype: torch.dtype,
+    hidden: int,
+    width: int,
+    device: str = "cpu",
+    beyond: int = 0,
+    counts: Sequence[int] = (3, 0, 4),
+) -> Given:
     activation, biased, layout = FORMS[form]
-    generator, counts = torch.Generator().manual_seed(hidden), [3, 0, 4]
+    generator, num_experts = torch.Generator().manual_seed(hidden), len(counts)
     used, columns = sum(counts), activation.rows * width
 
     def leaf(*shape: int, transposed: bool = False) -> torch.Tensor:
@@ -60,12 +69,12 @@ def make(form: str, dtype: torch.dtype, hidden: int, width: int, device: str = "
 
     leaves = {
         "rows": leaf(used + beyond, hidden),
-        "w1": leaf(3, columns, hidden, transposed=layout.transposed),
-        "w2": leaf(3, hidden, width, transposed=layout.transposed),
+        "w1": leaf(num_experts, columns, hidden, transposed=layout.transposed),
+        "w2": leaf(num_experts, hidden, width, transposed=layout.transposed),
         "weights": torch.randn(used + beyond, generator=generator).double(),
     }
     if biased:
-        leaves |= {"w1_bias": leaf(3, columns), "w2_bias": leaf(3, hidden)}
+        leaves |= {"w1_bias": leaf(num_experts, columns), "w2_bias": leaf(num_experts, hidden)}
     wide = torch.promote_types(dtype, torch.float32)
     leaves["weights"] = leaves["weights"].to(device, wide).requires_grad_()
     offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
@@ -97,27 +106,33 @@ def naive(given: Given, leaves: dict[str, torch.Tensor]) -> torch.Tensor:
                 a = function(gate) * (up + activation.up_offset)
             y = w2 @ a + leaves["w2_bias"][expert] if "w2_bias" in leaves else w2 @ a
             out.append(leaves["weights"][len(out)] * y)
-    return torch.stack(out)
+    return torch.stack(out) if out else leaves["rows"] * sum(leaf.sum() for leaf in leaves.values())
 
 
-def check(given: Given) -> None:
-    """Outputs and all gradients against the naive loop on the same values."""
+def check(given: Given, grad: torch.Tensor | None = None) -> None:
+    """Outputs and all gradients against the naive loop on the same values.
+
+    Args:
+        grad: of outputs, or None for a random one.
+    """
     used, dtype = sum(given.counts), given.leaves["rows"].dtype
     exact = {name: leaf.detach().double().cpu().requires_grad_() for name, leaf in given.leaves.items()}
     wanted = naive(given, exact)
-    factors = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).to(dtype).double()
-    wanted_grads = dict(zip(exact, torch.autograd.grad((wanted * factors).sum(), list(exact.values())), strict=True))
     y = given.run(given.leaves)
     assert y.dtype == dtype
-    grad = torch.zeros_like(y)
-    grad[:used] = factors.to(y)
+    assert y.shape == given.leaves["rows"].shape
+    if grad is None:
+        grad = torch.zeros_like(y)
+        grad[:used] = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    factors = grad[:used].double().cpu()
+    wanted_grads = dict(zip(exact, torch.autograd.grad((wanted * factors).sum(), list(exact.values())), strict=True))
     grads = dict(zip(given.leaves, torch.autograd.grad(y, list(given.leaves.values()), grad), strict=True))
     found = {"y": y[:used], **grads}
     for name, want in {"y": wanted.detach(), **wanted_grads}.items():
         got = found[name].double().cpu()
         if name in ("rows", "weights"):  # beyond the last offset they are unspecified
             got, want = got[:used], want[:used]
-        limit = TOLERANCE[dtype] * max(1.0, want.abs().max().item())
+        limit = TOLERANCE[dtype] * max(1.0, want.abs().max().item() if want.numel() else 0.0)
         torch.testing.assert_close(got, want, rtol=0, atol=limit, msg=lambda text, n=name: f"{n}: {text}")
 
 
@@ -204,8 +219,9 @@ def test_any_strides(kind: str, grouped: bool, device: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("frozen", ["w1", "w2", "w1_bias", "w2_bias", "rows", "weights"])
-def test_gradients_that_nobody_wants(frozen: str) -> None:
-    given = make("swigluoai, biases, both", torch.float32, 16, 24)
+def test_gradients_that_nobody_wants(frozen: str, device: str) -> None:
+    """They are not computed; the others are what they would have been."""
+    given = make("swigluoai, biases, both", torch.float32, 16, 24, device)
 
     def grads(leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         wanted = [name for name, leaf in leaves.items() if leaf.requires_grad]

@@ -169,14 +169,10 @@ def test_round_trip(power_of_two: bool) -> None:
 
 
 def test_shapes() -> None:
-    """Leading dimensions are kept, also none and empty ones; non-contiguous input is fine."""
+    """Leading dimensions are kept, also none and empty ones."""
     for shape in ((128,), (0, 256), (2, 3, 128)):
         q, scales = quantize_fp8(torch.ones(shape))
         assert (q.shape, scales.shape) == (shape, (*shape[:-1], shape[-1] // 128))
-        assert q.is_contiguous()
-        assert scales.is_contiguous()
-    x = torch.randn(128, 5).t()
-    assert torch.equal(quantize_fp8(x)[0].view(torch.uint8), quantize_fp8(x.contiguous())[0].view(torch.uint8))
 
 
 def test_blocks_of_weights() -> None:
@@ -184,8 +180,6 @@ def test_blocks_of_weights() -> None:
     w = torch.randn(2, 256, 384) * torch.rand(2, 2, 3).mul(9).exp().repeat_interleave(128, 1).repeat_interleave(128, 2)
     q, scales = quantize_fp8_blocks(w)
     assert (q.shape, scales.shape) == (w.shape, (2, 2, 3))
-    assert q.is_contiguous()
-    assert scales.is_contiguous()
     for e, i, j in torch.cartesian_prod(torch.arange(2), torch.arange(2), torch.arange(3)).tolist():
         here = (e, slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
         amax = w[here].abs().max()

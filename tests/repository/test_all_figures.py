@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import typer
 
+from tests.support.scripts import load_script
 from tokenloom.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("all_figures", ROOT / "microbench/all_figures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-all_figures = load()
+all_figures = load_script(ROOT / "microbench/all_figures.py")
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])

@@ -9,7 +9,7 @@ import pytest
 
 from microbench import constants
 from microbench.constants import measure, parse_variant
-from tests.conftest import Ranks
+from tests.support.on_ranks import on_ranks
 from tokenloom.bench.comm.cases import Operation
 from tokenloom.bench.comm.series import Contestant, Series
 from tokenloom.bench.common.shape import Shape
@@ -58,11 +58,9 @@ def test_samples_are_of_the_right_variant(monkeypatch: pytest.MonkeyPatch) -> No
     assert samples == [[{"call": value}] * number for value in (7000.0, 7001.0, 7002.0, 9000.0, 9001.0, 9002.0)]
 
 
-def test_every_call_of_every_variant(hoppers: Ranks) -> None:
-    hoppers.run(check_measure, [{}, {"LONE_ROWS": 1, "COPY_WARPS": {0: 2}}])
-
-
-def check_measure(context: RankContext, variants: list[dict[str, Any]]) -> None:
+@on_ranks("hoppers")
+def test_every_call_of_every_variant(context: RankContext) -> None:
+    variants = [{}, {"LONE_ROWS": 1, "COPY_WARPS": {0: 2}}]
     samples = measure(context, SERIES, variants, rounds=2)
     assert [len(each) for each in samples] == [2 * constants.REPLAYS] * len(SERIES) * len(variants)
     assert all(sample["call"] > 0 for each in samples for sample in each)

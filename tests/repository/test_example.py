@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,13 +11,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from tests.conftest import NUM_GPUS, Ranks
+from tests.support.scripts import load_script
 from tokenloom.runtime.processes import RankContext, RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,15 +144,6 @@ def test_the_same_script_on_gpus(tmp_path: Path) -> None:
 # -- its parts ----------------------------------------------------------------------------------------------
 
 
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_moe_lm", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("option", ["--json", "--checkpoint"])
 def test_results_that_could_not_be_written(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -161,7 +151,7 @@ def test_results_that_could_not_be_written(
     """It says so before it trains."""
     monkeypatch.setattr(sys, "argv", ["train_moe_lm.py", option, str(tmp_path / "missing" / "file")])
     with pytest.raises(SystemExit):
-        load_script().main()
+        load_script(SCRIPT).main()
     assert f"argument {option}: there is no folder for {tmp_path}" in capsys.readouterr().err
 
 
@@ -169,7 +159,7 @@ def train_here(context: RankContext, folder: Path, steps: int, **options: Any) -
     """What torchrun starts, on ranks that are there already."""
     defaults = {"tokens_per_step": 1024, "seed": 0, "resume": None, "ranks_per_node": None}
     files = {"json": str(folder / "4.json"), "checkpoint": str(folder / "4.pt")}
-    load_script().train(argparse.Namespace(steps=steps, **defaults | options, **files), context.device)
+    load_script(SCRIPT).train(argparse.Namespace(steps=steps, **defaults | options, **files), context.device)
 
 
 def run_here(pools: Callable[[str], RankPool], folder: Path, steps: int, **options: Any) -> dict[str, Any]:
@@ -203,7 +193,7 @@ def test_nodes_change_nothing(pools: Callable[[str], RankPool], tmp_path: Path) 
 
 
 def share_a_batch(context: RankContext) -> None:
-    example = load_script()
+    example = load_script(SCRIPT)
     whole, targets = example.Corpus(seed=3).next_batch(8, 0, 1)
     parts = [example.Corpus(seed=3).next_batch(8, rank, 4) for rank in range(4)]
     assert torch.equal(torch.cat([part[0] for part in parts]), whole)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,9 +10,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests.support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "run_gpu_tests.py"
@@ -286,7 +286,7 @@ def test_all_end_at_nearly_the_same_time(tmp_path: Path) -> None:
 
 def test_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tests at a time, fewer near the end, and no more than a worker may have. What others took is not there."""
-    tool = load_tool(monkeypatch)
+    tool = load_script(SCRIPT)
     queue, told = tmp_path / "queue", tmp_path / "told"
     monkeypatch.setenv("RUN_GPU_TESTS_TELL_TO", str(told))
     names = [f"test_{i}" for i in range(1000)]
@@ -302,16 +302,6 @@ def test_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(tool.taken(queue, items)) == [name.upper() for name in names[920:]]
     at_a_time = [len(json.loads(line)["taken"]) for line in told.read_text().splitlines()]
     assert at_a_time == [2] * 20 + [1] * 40 + [0]
-
-
-def load_tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, tool)  # where its dataclasses look for it
-    spec.loader.exec_module(tool)
-    return tool
 
 
 @pytest.mark.slow

@@ -15,8 +15,9 @@ import pytest
 import torch.distributed as dist
 
 import tokenloom as tl
-from tests.comm.test_first_messages import dispatch, make_comm, on_ranks, works
+from tests.comm.test_first_messages import dispatch, make_comm, works
 from tests.runtime.test_interrupted_waits import LIMIT_S, NUM_RANKS, ODD, at_once
+from tests.support.on_ranks import on_ranks
 from tests.support.server import Server
 from tests.support.slow import mostly_slow
 from tokenloom.runtime import waiting
@@ -57,13 +58,10 @@ def check_told(context: RankContext, pipe: Connection, late_rank: str) -> None:
     works(make_comm(context))
 
 
+@on_ranks("new_three")
 @pytest.mark.slow
-def test_pairs_go_on() -> None:
+def test_pairs_go_on(context: RankContext) -> None:
     """They use no collective of the group, however long one of them takes."""
-    on_ranks(check_pairs, num_ranks=3)
-
-
-def check_pairs(context: RankContext) -> None:
     by_pairs, late, other = (make_comm(context, open_timeout_s=limit_s) for limit_s in (30.0, SHORT_S, 30.0))
     works(by_pairs, late, other)
     if context.rank == 2:

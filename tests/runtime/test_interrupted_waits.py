@@ -52,7 +52,7 @@ def interrupted(error: type[BaseException], after_s: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def on_ranks(body: Callable[..., Any], *args: Any) -> list[Any]:
+def with_one_interrupted(body: Callable[..., Any], *args: Any) -> list[Any]:
     """``body(context, pipe, *args)``. Ranks that wait for a word go on when the odd one has said "interrupted"."""
     with Server(NUM_RANKS, body, *args, device="cpu") as server:
         server.hear(ODD, "interrupted", LIMIT_S)
@@ -84,7 +84,7 @@ WAITS: dict[str, Callable[[RankContext, tl.Communicator, tl.ExpertParallelMoE], 
 @pytest.mark.parametrize("error", mostly_slow([KeyboardInterrupt, Watchdog], [Watchdog]))
 @pytest.mark.parametrize("wait", mostly_slow(list(WAITS), ["dispatch", "layer", "mask_ranks"]))
 def test_others_hear_who_and_why(wait: str, error: type[BaseException]) -> None:
-    on_ranks(check_told, wait, error)
+    with_one_interrupted(check_told, wait, error)
 
 
 def check_told(context: RankContext, pipe: Connection, wait: str, error: type[BaseException]) -> None:
@@ -114,7 +114,7 @@ def check_told(context: RankContext, pipe: Connection, wait: str, error: type[Ba
 
 def test_an_interrupt_between_two_waits() -> None:
     """Ctrl-C comes at any time. A rank that computes for a call is awaited too."""
-    on_ranks(check_between)
+    with_one_interrupted(check_between)
 
 
 def check_between(context: RankContext, pipe: Connection) -> None:
@@ -139,7 +139,8 @@ def check_between(context: RankContext, pipe: Connection) -> None:
 @pytest.mark.parametrize("error", mostly_slow([KeyboardInterrupt, Watchdog], [KeyboardInterrupt]))
 def test_masks(error: type[BaseException]) -> None:
     """The others go on without the rank that is out of step, and mask nobody else."""
-    assert [masked for masked in on_ranks(check_masks, error) if masked is not None] == [[ODD]] * (NUM_RANKS - 1)
+    told = [masked for masked in with_one_interrupted(check_masks, error) if masked is not None]
+    assert told == [[ODD]] * (NUM_RANKS - 1)
 
 
 def check_masks(context: RankContext, pipe: Connection, error: type[BaseException]) -> list[int] | None:

@@ -21,6 +21,7 @@ from tests.runtime.test_rank_group import (
     GoneStore,
     Pools,
     call,
+    on_group,
     open_call,
     run,
     send_rows,
@@ -70,12 +71,9 @@ def check_late(ranks: RankGroup, late: int) -> float:
     return waited_s
 
 
-def test_late_in_the_middle_of_a_call(pools: Pools) -> None:
+@on_group(ALL, late=[1])
+def test_late_in_the_middle_of_a_call(ranks: RankGroup) -> None:
     """What it did not send is zero, with its name; what others sent at the same time is there."""
-    run(pools, ALL, check_late_in_the_middle, late=[1])
-
-
-def check_late_in_the_middle(ranks: RankGroup) -> None:
     ranks.mask_late()
     open_call(ranks)
     if ranks.rank == 1:
@@ -90,13 +88,10 @@ def check_late_in_the_middle(ranks: RankGroup) -> None:
     done(ranks)
 
 
-def test_what_comes_behind_the_end(pools: Pools) -> None:
+@on_group(ALL, late=[3])
+def test_what_comes_behind_the_end(ranks: RankGroup) -> None:
     """A rank is held up when it begins a collective, and the others go on without it. What it sends then still
     arrives, but changes no result."""
-    run(pools, ALL, check_behind_the_end, late=[3])
-
-
-def check_behind_the_end(ranks: RankGroup) -> None:
     ranks.mask_late()
     open_call(ranks)
     others = [0, 1, 2]
@@ -122,14 +117,11 @@ def check_behind_the_end(ranks: RankGroup) -> None:
     done(ranks, "seen")
 
 
+@on_group([0, 1, 2], timeout_s=LONG_S)
 @pytest.mark.parametrize("how", ["dropped", "in vain"])
-def test_transfers_that_nobody_waits_for(pools: Pools, how: str) -> None:
+def test_transfers_that_nobody_waits_for(ranks: RankGroup, how: str) -> None:
     """What arrives for them does not stand in the way of later ones. One is in vain where ranks were lost before it:
     the others that began it did not know of that yet."""
-    run(pools, [0, 1, 2], check_not_waited_for, how, timeout_s=LONG_S)
-
-
-def check_not_waited_for(ranks: RankGroup, how: str) -> None:
     ranks.mask_late()
     call(ranks)
 
@@ -162,13 +154,10 @@ def check_not_waited_for(ranks: RankGroup, how: str) -> None:
     assert time.monotonic() - began < NOTICE_S
 
 
+@on_group(ALL)
 @pytest.mark.slow
-def test_who_is_held_up_is_not_late(pools: Pools) -> None:
+def test_who_is_held_up_is_not_late(ranks: RankGroup) -> None:
     """A rank that waits for a late one itself is not masked with it, although others wait for both as long."""
-    run(pools, ALL, check_held_up)
-
-
-def check_held_up(ranks: RankGroup) -> None:
     ranks.mask_late()
     together(ranks, ALL)
     if ranks.rank == 3:
@@ -183,13 +172,10 @@ def check_held_up(ranks: RankGroup) -> None:
     done(ranks)
 
 
+@on_group(ALL, timeout_s=LONG_S)
 @pytest.mark.parametrize("how", ["close", "abort"])
-def test_who_leaves_is_masked_at_once(pools: Pools, how: str) -> None:
+def test_who_leaves_is_masked_at_once(ranks: RankGroup, how: str) -> None:
     """A rank that closes its communicator, or fails in the middle of a call, will not come."""
-    run(pools, ALL, check_leaves, how, timeout_s=LONG_S)
-
-
-def check_leaves(ranks: RankGroup, how: str) -> None:
     ranks.mask_late()
     together(ranks, ALL)
     if ranks.rank == 0:
@@ -200,12 +186,9 @@ def check_leaves(ranks: RankGroup, how: str) -> None:
     assert time.monotonic() - began < NOTICE_S + 1.0
 
 
-def test_several_one_after_the_other(pools: Pools) -> None:
+@on_group(ALL, timeout_s=LONG_S)
+def test_several_one_after_the_other(ranks: RankGroup) -> None:
     """Until one rank is left, which goes on alone."""
-    run(pools, ALL, check_several, timeout_s=LONG_S)
-
-
-def check_several(ranks: RankGroup) -> None:
     ranks.mask_late()
     for there in (ALL, [1, 2, 3], [1, 3], [3]):
         if ranks.rank not in there:
@@ -214,13 +197,10 @@ def check_several(ranks: RankGroup) -> None:
         together(ranks, there)
 
 
+@on_group(ALL, late=[0, 3])
 @pytest.mark.slow
-def test_two_at_once(pools: Pools) -> None:
+def test_two_at_once(ranks: RankGroup) -> None:
     """Whoever decides first masks one or both; in the end all agree."""
-    run(pools, ALL, check_two_at_once, late=[0, 3])
-
-
-def check_two_at_once(ranks: RankGroup) -> None:
     ranks.mask_late()
     together(ranks, ALL)
     if ranks.rank in (0, 3):
@@ -231,13 +211,10 @@ def check_two_at_once(ranks: RankGroup) -> None:
     done(ranks)
 
 
+@on_group(ALL, late=[2, 3])
 @pytest.mark.slow
-def test_a_mask_beside_a_late_rank(pools: Pools) -> None:
+def test_a_mask_beside_a_late_rank(ranks: RankGroup) -> None:
     """Users mask a rank while only some know of another one that it is late, and mask both when they know."""
-    run(pools, ALL, check_mask_beside_late, late=[2, 3])
-
-
-def check_mask_beside_late(ranks: RankGroup) -> None:
     ranks.mask_late()
     together(ranks, ALL)
     if ranks.rank > 1:
@@ -350,13 +327,10 @@ def check_death(context: RankContext, dying: int, delay_s: float) -> None:
     ranks.close()
 
 
+@on_group(PAIR, late=[1])
 @pytest.mark.slow
-def test_store_is_gone(pools: Pools) -> None:
+def test_store_is_gone(ranks: RankGroup) -> None:
     """Nobody can agree any more, so a rank that does not come is an error; without one all goes on."""
-    run(pools, PAIR, check_store_is_gone, late=[1])
-
-
-def check_store_is_gone(ranks: RankGroup) -> None:
     ranks.mask_late()
     call(ranks)
     ranks.notes._store = GoneStore()
@@ -371,13 +345,10 @@ def check_store_is_gone(ranks: RankGroup) -> None:
         open_call(ranks)
 
 
+@on_group(PAIR, late=[1])
 @pytest.mark.slow
-def test_the_store_is_left_clean(pools: Pools) -> None:
+def test_the_store_is_left_clean(ranks: RankGroup) -> None:
     """The last of those that stay deletes all but what tells a masked rank that it is masked, however late."""
-    run(pools, PAIR, check_clean, late=[1])
-
-
-def check_clean(ranks: RankGroup) -> None:
     store, prefix = ranks.notes.store, ranks.notes.key("")
     ranks.mask_late()
     call(ranks)

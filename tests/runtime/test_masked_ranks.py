@@ -17,10 +17,9 @@ from tests.runtime.test_rank_group import (
     NOTICE_S,
     PAIR,
     TIMEOUT_S,
-    Pools,
     call,
+    on_group,
     open_call,
-    run,
     send_rows,
 )
 from tests.support.patience import done, when_done
@@ -51,13 +50,10 @@ def together(ranks: RankGroup, there: Sequence[int]) -> None:
     assert transfer.wait().shape == (sum(counts), 3), "waiting again costs nothing"
 
 
+@on_group(ALL)
 @pytest.mark.parametrize("masked", [[3], [0, 2], [0, 1, 3]], ids=["one", "the first too", "all but one"])
-def test_masked(pools: Pools, masked: list[int]) -> None:
+def test_masked(ranks: RankGroup, masked: list[int]) -> None:
     """Those that stay need nothing of the masked ones, which do nothing at all; more of them may follow."""
-    run(pools, ALL, check_masked, masked)
-
-
-def check_masked(ranks: RankGroup, masked: list[int]) -> None:
     together(ranks, ALL)
     for number, gone in enumerate(masked, 1):
         if ranks.rank == gone:
@@ -69,13 +65,10 @@ def check_masked(ranks: RankGroup, masked: list[int]) -> None:
     ranks.close()
 
 
+@on_group(ALL)
 @pytest.mark.parametrize("late", [False, True], ids=["masked", "for being late"])
-def test_nobody_goes_on_before_all_are_connected(pools: Pools, late: bool) -> None:
+def test_nobody_goes_on_before_all_are_connected(ranks: RankGroup, late: bool) -> None:
     """In gloo a rank that closes its connections at once fails those that still connect to others."""
-    run(pools, ALL, check_all_connected, late)
-
-
-def check_all_connected(ranks: RankGroup, late: bool) -> None:
     connect = Links.__init__
 
     def connect_slowly(links: Links, *arguments: Any) -> None:
@@ -94,12 +87,9 @@ def check_all_connected(ranks: RankGroup, late: bool) -> None:
     ranks.close()
 
 
-def test_masking_again_changes_nothing(pools: Pools) -> None:
+@on_group(PAIR)
+def test_masking_again_changes_nothing(ranks: RankGroup) -> None:
     """Nor does masking nobody."""
-    run(pools, PAIR, check_masking_again)
-
-
-def check_masking_again(ranks: RankGroup) -> None:
     ranks.mask([])
     together(ranks, [0, 1])
     if ranks.rank == 0:
@@ -108,13 +98,10 @@ def check_masking_again(ranks: RankGroup) -> None:
             together(ranks, [0])
 
 
+@on_group(ALL, timeout_s=LONG_S)
 @pytest.mark.parametrize("late", [False, True], ids=["raise", "mask"])
-def test_a_call_that_is_open_is_finished_as_it_began(pools: Pools, late: bool) -> None:
+def test_a_call_that_is_open_is_finished_as_it_began(ranks: RankGroup, late: bool) -> None:
     """A mask counts from the next call on, so what a masked rank sends later still arrives."""
-    run(pools, ALL, check_open_call, late, timeout_s=LONG_S)
-
-
-def check_open_call(ranks: RankGroup, late: bool) -> None:
     if late:
         ranks.mask_late()
     together(ranks, ALL)
@@ -130,6 +117,7 @@ def check_open_call(ranks: RankGroup, late: bool) -> None:
         together(ranks, [rank for rank in there if rank != gone])
 
 
+@on_group(ALL)
 @pytest.mark.parametrize(
     ("lists", "seen"),
     [
@@ -143,13 +131,9 @@ def check_open_call(ranks: RankGroup, late: bool) -> None:
     ],
     ids=["another list", "none", "two camps", "itself", "no rank", "no number", "a boolean"],
 )
-def test_lists_that_differ(pools: Pools, lists: list[Any], seen: list[str | None]) -> None:
+def test_lists_that_differ(ranks: RankGroup, lists: list[Any], seen: list[str | None]) -> None:
     """Who waits for a rank that passes another list is told which rank and which list, and nothing changes. A rank
     that all others mask is not asked."""
-    run(pools, ALL, check_lists_that_differ, lists, seen)
-
-
-def check_lists_that_differ(ranks: RankGroup, lists: list[Any], seen: list[str | None]) -> None:
     mine, want = lists[ranks.rank], seen[ranks.rank]
     if mine is None or want == "":
         return
@@ -171,12 +155,9 @@ def check_lists_that_differ(ranks: RankGroup, lists: list[Any], seen: list[str |
     ranks.require_alive()
 
 
-def test_after_lists_that_differ(pools: Pools) -> None:
+@on_group(ALL)
+def test_after_lists_that_differ(ranks: RankGroup) -> None:
     """All ranks go on as before, and may ask again."""
-    run(pools, ALL, check_after_difference)
-
-
-def check_after_difference(ranks: RankGroup) -> None:
     with pytest.raises(tl.PlanMismatch):
         ranks.mask([3] if ranks.rank == 0 else [])
     together(ranks, ALL)
@@ -185,14 +166,11 @@ def check_after_difference(ranks: RankGroup) -> None:
         together(ranks, [0, 1, 2])
 
 
+@on_group(ALL, open_timeout_s=LONG_S, timeout_s=LONG_S)
 @pytest.mark.parametrize("late", [False, True], ids=["raise", "mask"])
-def test_a_rank_that_asks_for_no_mask(pools: Pools, late: bool) -> None:
+def test_a_rank_that_asks_for_no_mask(ranks: RankGroup, late: bool) -> None:
     """It waits in a collective that the others do not start; all are told of the difference within seconds. Afterwards
     that rank is out of step."""
-    run(pools, ALL, check_asks_for_none, late, open_timeout_s=LONG_S, timeout_s=LONG_S)
-
-
-def check_asks_for_none(ranks: RankGroup, late: bool) -> None:
     if late:
         ranks.mask_late()
     together(ranks, ALL)
@@ -209,13 +187,10 @@ def check_asks_for_none(ranks: RankGroup, late: bool) -> None:
     assert time.monotonic() - began < waiting.SIGN_IN_AFTER_S + NOTICE_S
 
 
+@on_group(ALL, timeout_s=LONG_S)
 @pytest.mark.slow
-def test_a_rank_that_is_slow_is_not_out_of_step(pools: Pools) -> None:
+def test_a_rank_that_is_slow_is_not_out_of_step(ranks: RankGroup) -> None:
     """It may still wait in an earlier collective, for one that is slow itself, when others ask for a mask."""
-    run(pools, ALL, check_slow_rank_is_in_step, timeout_s=LONG_S)
-
-
-def check_slow_rank_is_in_step(ranks: RankGroup) -> None:
     together(ranks, ALL)
     for gone, there in ((3, [0, 1, 2]), (2, [0, 1])):
         # Only rank 1 waits for something: for a row of rank 2.
@@ -231,13 +206,10 @@ def check_slow_rank_is_in_step(ranks: RankGroup) -> None:
         together(ranks, there)
 
 
+@on_group(ALL, open_timeout_s=TIMEOUT_S, late=[2])
 @pytest.mark.slow
-def test_a_rank_that_does_not_ask(pools: Pools) -> None:
+def test_a_rank_that_does_not_ask(ranks: RankGroup) -> None:
     """Where nobody is masked for being late, that is an error as in any collective."""
-    run(pools, ALL, check_does_not_ask, open_timeout_s=TIMEOUT_S, late=[2])
-
-
-def check_does_not_ask(ranks: RankGroup) -> None:
     if ranks.rank == 2:
         when_done(ranks, [0, 1])
     elif ranks.rank != 3:
@@ -249,13 +221,10 @@ def check_does_not_ask(ranks: RankGroup) -> None:
         done(ranks)
 
 
+@on_group(ALL, late=[2])
 @pytest.mark.slow
-def test_missing_while_others_are_masked(pools: Pools) -> None:
+def test_missing_while_others_are_masked(ranks: RankGroup) -> None:
     """A rank that does not come is named, and no masked one, whatever those say on their way out."""
-    run(pools, ALL, check_missing, late=[2])
-
-
-def check_missing(ranks: RankGroup) -> None:
     if ranks.rank == 3:
         when_done(ranks, [0, 1, 2], "masked")
         ranks.notes.give_up("the test")
@@ -290,12 +259,9 @@ def test_alone() -> None:
     together(alone, [0])
 
 
-def test_where_ranks_cannot_be_left_out(pools: Pools) -> None:
+@on_group(PAIR)
+def test_where_ranks_cannot_be_left_out(ranks: RankGroup) -> None:
     """Over NCCL a dead rank takes the others with it; without a store nobody can agree."""
-    run(pools, PAIR, check_not_maskable)
-
-
-def check_not_maskable(ranks: RankGroup) -> None:
     with mock.patch.object(RankGroup, "transport", "nccl"):
         for use in (lambda: ranks.mask([1]), ranks.mask_late):
             with pytest.raises(InvalidArgument, match=r"cannot be masked over nccl.*gloo group with device='cpu'"):

@@ -12,6 +12,7 @@ import pytest
 import tokenloom as tl
 from tests.runtime.fake_driver import fake_driver
 from tests.runtime.test_symmetric_memory import LAYOUT, PATIENCE_S
+from tests.support.on_ranks import on_ranks
 from tests.support.patience import done, when_done
 from tokenloom.runtime import symmetric_memory
 from tokenloom.runtime.leftovers import release_dropped
@@ -20,14 +21,11 @@ from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer, close_together
 
 
+@on_ranks("four")
 @pytest.mark.parametrize("gone", [[3], [0, 2], [0, 1, 2]], ids=["one", "the first too", "all but one"])
-def test_memory_without_ranks(pools: Callable[[str], RankPool], gone: list[int]) -> None:
+def test_memory_without_ranks(context: RankContext, gone: list[int]) -> None:
     """Memory from before the mask stays until the masked ranks let go of it: they may be alive, and write. Memory made
     after it is nobody's but theirs that are left, and goes when these let go."""
-    pools("cpu").run(check_without_ranks, gone, ranks=4)
-
-
-def check_without_ranks(context: RankContext, gone: list[int]) -> None:
     ranks = RankGroup(context.group, timeout_s=PATIENCE_S)
     left = {*range(4)} - {*gone}
     with fake_driver() as driver:
@@ -59,15 +57,12 @@ def check_without_ranks(context: RankContext, gone: list[int]) -> None:
     ranks.close()
 
 
+@on_ranks("four")
 @pytest.mark.slow
 @pytest.mark.parametrize("begin", [[0], [0, 2]], ids=["one", "two"])
-def test_memory_that_not_all_begin(pools: Callable[[str], RankPool], begin: list[int]) -> None:
+def test_memory_that_not_all_begin(context: RankContext, begin: list[int]) -> None:
     """Some ranks begin to make memory; the others have lost somebody before, and will not. What was begun is given
     back, and behind it all mean the same collectives and the same memory."""
-    pools("cpu").run(check_not_all_begin, begin, ranks=4)
-
-
-def check_not_all_begin(context: RankContext, begin: list[int]) -> None:
     ranks = RankGroup(context.group, timeout_s=5.0)
     ranks.mask_late()
     with fake_driver() as driver:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,25 +11,21 @@ import pytest
 import torch.distributed as dist
 
 from tests.conftest import CPU_RANKS
-from tests.runtime.test_rank_group import call, open_call, run, send_rows
+from tests.runtime.test_rank_group import call, on_group, open_call, send_rows
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime import noteboard
 from tokenloom.runtime.noteboard import Noteboard
-from tokenloom.runtime.processes import RankContext, RankPool
+from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
-
-Pools = Callable[[str], RankPool]
 
 TIMEOUT_S, OPEN_TIMEOUT_S = 1.0, 20.0
 ALL = list(range(CPU_RANKS))
 PAIR = [1, 2]
 
 
-def test_notes(pools: Pools) -> None:
+@on_ranks("four")
+def test_notes(context: RankContext) -> None:
     """Each rank has its own, the latest ones can be read, and ranks that made other groups before agree on where."""
-    pools("cpu").run(check_notes)
-
-
-def check_notes(context: RankContext) -> None:
     own, alone = dist.new_group(ALL), [dist.new_group([rank]) for rank in ALL]
     for _ in range(1 + 2 * context.rank):
         RankGroup(alone[context.rank])
@@ -48,14 +43,11 @@ def check_notes(context: RankContext) -> None:
     assert ranks.notes.read("fault/1", other) is None, "what the others delete is not waited for"
 
 
+@on_group(PAIR)
 @pytest.mark.parametrize("end", ["close", "drop", "time out", "close with links"])
-def test_the_store_does_not_grow(pools: Pools, end: str) -> None:
+def test_the_store_does_not_grow(ranks: RankGroup, end: str) -> None:
     """A server that makes a new communicator a hundred times, after closing one, losing one or timing out. Where ranks
     may be masked they have found each other in the store, to connect."""
-    run(pools, PAIR, check_the_store_does_not_grow, end)
-
-
-def check_the_store_does_not_grow(ranks: RankGroup, end: str) -> None:
     group = ranks.process_group
     store = noteboard.store_of(group)
     open_call(ranks)
@@ -141,13 +133,10 @@ def boards(store: dist.Store, num_ranks: int) -> list[Noteboard]:
     return [Noteboard(store, rank, num_ranks) for rank in range(num_ranks)]
 
 
-def test_a_forked_child_leaves_the_store_alone(pools: Pools) -> None:
+@on_group(PAIR)
+def test_a_forked_child_leaves_the_store_alone(ranks: RankGroup) -> None:
     """It shares its parent's connection, so what it says would be taken for its parent's, and it would read the
     answers that its parent waits for."""
-    run(pools, PAIR, check_forked_child)
-
-
-def check_forked_child(ranks: RankGroup) -> None:
     ranks.notes.post("before", "the fork")
     open_call(ranks)
     child = os.fork()

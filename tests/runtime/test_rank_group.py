@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tokenloom as tl
 from tests.conftest import CPU_RANKS
+from tests.support.on_ranks import on_ranks
 from tests.support.patience import PATIENCE_S, done, only_late, when_done
 from tokenloom.errors import InvalidArgument, is_known_to_all
 from tokenloom.runtime import rank_group, waiting
@@ -71,6 +72,21 @@ def run(
     return [results[member] for member in members]
 
 
+def on_group(
+    members: list[int],
+    timeout_s: float = TIMEOUT_S,
+    open_timeout_s: float = OPEN_TIMEOUT_S,
+    late: Collection[int] = (),
+) -> Any:
+    """Decorator that runs a test's body on the ranks of the group, of which these are late: ``body(ranks, ...)``."""
+    limits = {"timeout_s": timeout_s, "open_timeout_s": open_timeout_s}
+
+    def through(context: RankContext, body: Callable[..., None], *args: Any) -> None:
+        with_group(context, members, late, limits, body, *args)
+
+    return on_ranks("four", through=through, limit_s=60.0)
+
+
 @contextmanager
 def in_time(ranks: RankGroup) -> Iterator[None]:
     """In this block no rank is late: not even one that a busy machine keeps from running for longer than a test's
@@ -101,15 +117,12 @@ def with_group(
 # -- two deadlines ----------------------------------------------------------------------------------------------
 
 
+@on_group(ALL)
 @pytest.mark.slow
 @pytest.mark.parametrize("meet", ["call", "sum_up", "rendezvous"])
-def test_pause_between_calls(pools: Pools, meet: str) -> None:
+def test_pause_between_calls(ranks: RankGroup, meet: str) -> None:
     """A rank that writes a checkpoint, evaluates or compiles comes later than ``timeout_s`` to a call, to a sum
     or to a rendezvous, and nothing breaks."""
-    run(pools, ALL, check_pause, meet)
-
-
-def check_pause(ranks: RankGroup, meet: str) -> None:
     call(ranks)
     if ranks.rank == ("call", "sum_up", "rendezvous").index(meet):
         time.sleep(1.5 * TIMEOUT_S)
@@ -146,13 +159,11 @@ def check_pause_within(ranks: RankGroup) -> tuple[tuple[int, ...], float]:
     return timeout.value.peers, waited_s
 
 
-def test_the_groups_own_timeout_opens_calls(pools: Pools) -> None:
+@on_ranks("four")
+def test_the_groups_own_timeout_opens_calls(context: RankContext) -> None:
     """By default a call may open as late as torch's own collectives would; never sooner than after ten minutes, nor
     than ``timeout_s``."""
-    pools("cpu").run(check_default_deadlines)
 
-
-def check_default_deadlines(context: RankContext) -> None:
     def opening(group_s: float, **options: Any) -> float:
         return RankGroup(dist.new_group(ALL, timeout=timedelta(seconds=group_s)), **options).open_timeout_s
 
@@ -176,12 +187,9 @@ def test_a_deadline_is_a_number_of_seconds(name: str, value: Any) -> None:
 # -- two halves -------------------------------------------------------------------------------------------------
 
 
-def test_two_transfers_at_once(pools: Pools) -> None:
+@on_group(ALL, timeout_s=OPEN_TIMEOUT_S)
+def test_two_transfers_at_once(ranks: RankGroup) -> None:
     """Each brings its own rows, whoever starts and waits first, and leaves the host free in between."""
-    run(pools, ALL, check_two_transfers, timeout_s=OPEN_TIMEOUT_S)
-
-
-def check_two_transfers(ranks: RankGroup) -> None:
     ones = [1] * ranks.num_ranks
     open_call(ranks)
     started = []
@@ -232,12 +240,9 @@ def check_late_second_half(ranks: RankGroup) -> tuple[tuple[int, ...], int]:
 # -- late ranks -------------------------------------------------------------------------------------------------
 
 
-def test_slow_rank(pools: Pools) -> None:
+@on_group(ALL, timeout_s=20.0)
+def test_slow_rank(ranks: RankGroup) -> None:
     """Within the timeout nothing happens, also when the wait is long enough to sign in and to look at the notes."""
-    run(pools, ALL, check_slow, timeout_s=20.0)
-
-
-def check_slow(ranks: RankGroup) -> None:
     open_call(ranks)
     if ranks.rank == 1:
         time.sleep(waiting.SIGN_IN_AFTER_S + 2.5 * waiting.LOOK_EVERY_S)
@@ -286,15 +291,12 @@ def check_late(ranks: RankGroup, late: list[int], delays: dict[int, float]) -> t
     return timeout.value.peers, timeout.value.phase, timeout.value.epoch
 
 
+@on_group(ALL)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["close", "drop"])
-def test_a_rank_that_has_left(pools: Pools, how: str) -> None:
+def test_a_rank_that_has_left(ranks: RankGroup, how: str) -> None:
     """Nobody waits as long as a call may take to open for a rank that has closed its communicator after an error of
     its own, say. What it had started before still arrives."""
-    run(pools, ALL, check_left, how)
-
-
-def check_left(ranks: RankGroup, how: str) -> None:
     group = ranks.process_group
     ranks = RankGroup(group, timeout_s=OPEN_TIMEOUT_S, open_timeout_s=OPEN_TIMEOUT_S)  # neither may pass
     call(ranks)
@@ -317,13 +319,10 @@ def check_left(ranks: RankGroup, how: str) -> None:
     assert time.monotonic() - began < 0.5 * OPEN_TIMEOUT_S
 
 
-def test_who_gave_up_because_a_rank_left_is_not_the_cause(pools: Pools) -> None:
+@on_group([0, 1, 2], open_timeout_s=OPEN_TIMEOUT_S)
+def test_who_gave_up_because_a_rank_left_is_not_the_cause(ranks: RankGroup) -> None:
     """A rank leaves while another looks why it waits. The third is quicker and gives up; the cause is still the rank
     that left."""
-    run(pools, [0, 1, 2], check_left_amid_a_look, open_timeout_s=OPEN_TIMEOUT_S)
-
-
-def check_left_amid_a_look(ranks: RankGroup) -> None:
     who_gave_up = ranks.notes.who_gave_up
 
     def once_rank_1_has() -> tuple[int, str] | None:
@@ -341,13 +340,10 @@ def check_left_amid_a_look(ranks: RankGroup) -> None:
     assert timeout.value.peers == (2,)
 
 
-def test_a_rank_that_fails_within_a_call(pools: Pools) -> None:
+@on_group(PAIR, timeout_s=OPEN_TIMEOUT_S)
+def test_a_rank_that_fails_within_a_call(ranks: RankGroup) -> None:
     """Others learn of it, and why, while they wait for what it did not send; the group is broken for all. So is any
     other one of the process group, whose collectives match no more."""
-    run(pools, PAIR, check_fails_within, timeout_s=OPEN_TIMEOUT_S)
-
-
-def check_fails_within(ranks: RankGroup) -> None:
     beside = RankGroup(ranks.process_group)
     open_call(ranks)
     if ranks.rank == 0:
@@ -372,12 +368,9 @@ def test_different_skews(pools: Pools) -> None:
     assert [seen[rank][0] for rank in (1, 2)] == [(0, 3), (0, 3)]
 
 
-def test_a_rank_that_is_further_on_is_not_missing(pools: Pools) -> None:
+@on_group(PAIR)
+def test_a_rank_that_is_further_on_is_not_missing(ranks: RankGroup) -> None:
     """A collective may be over on some ranks when it fails on others; those wait in a later step, and are there."""
-    run(pools, PAIR, check_further_on)
-
-
-def check_further_on(ranks: RankGroup) -> None:
     notes = ranks.notes
     other = 1 - ranks.rank
     notes.sign_in(5)
@@ -408,13 +401,10 @@ def check_gives_up(ranks: RankGroup, missed: list[int]) -> tuple[int, ...] | Non
     return None
 
 
+@on_ranks("four", limit_s=60.0)
 @pytest.mark.slow
-def test_late_at_construction(pools: Pools) -> None:
+def test_late_at_construction(context: RankContext) -> None:
     """A rendezvous has the deadline of an opening; once all ranks are back, a new group works."""
-    pools("cpu").run(check_late_at_construction, limit_s=60.0)
-
-
-def check_late_at_construction(context: RankContext) -> None:
     own, again = dist.new_group(ALL), dist.new_group(ALL)
     ranks = RankGroup(own, timeout_s=60.0, open_timeout_s=TIMEOUT_S)
     if context.rank == 2:
@@ -427,13 +417,10 @@ def check_late_at_construction(context: RankContext) -> None:
     call(RankGroup(again))
 
 
+@on_group(ALL, timeout_s=0.0001)
 @pytest.mark.slow
-def test_tiny_timeout(pools: Pools) -> None:
+def test_tiny_timeout(ranks: RankGroup) -> None:
     """A limit below one millisecond is a limit too."""
-    run(pools, ALL, check_tiny_timeout, timeout_s=1e-4)
-
-
-def check_tiny_timeout(ranks: RankGroup) -> None:
     if ranks.rank == 0:
         time.sleep(waiting.ROLL_CALL_S + 0.5)
         return
@@ -487,12 +474,9 @@ class GoneStore:
         return call
 
 
-def test_store_is_gone(pools: Pools) -> None:
+@on_group(PAIR)
+def test_store_is_gone(ranks: RankGroup) -> None:
     """Where the dead rank was the host of the store, the error is still PeerTimeout; peers unknown."""
-    run(pools, PAIR, check_store_is_gone)
-
-
-def check_store_is_gone(ranks: RankGroup) -> None:
     if ranks.rank == 1:
         time.sleep(TIMEOUT_S + 0.5)
         return
@@ -543,13 +527,10 @@ def test_alone_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tl.Communicator(None, num_experts=2, hidden=8, top_k=1, max_tokens_per_rank=1).num_ranks == 1
 
 
+@on_ranks("four")
 @pytest.mark.parametrize("members", [ALL, PAIR], ids=["all", "pair"])
-def test_collectives(pools: Pools, members: list[int]) -> None:
+def test_collectives(context: RankContext, members: list[int]) -> None:
     """Any dtype, unequal and empty parts, objects of any size; ranks counted within the group."""
-    pools("cpu").run(check_collectives, members)
-
-
-def check_collectives(context: RankContext, members: list[int]) -> None:
     own = dist.new_group(members)
     if context.rank not in members:
         with pytest.raises(InvalidArgument, match="not a rank of the group"):
@@ -573,24 +554,18 @@ def check_collectives(context: RankContext, members: list[int]) -> None:
     assert values.tolist() == [me, 1.0]
 
 
-def test_objects_over_gloo_need_no_device(pools: Pools) -> None:
+@on_ranks("four")
+def test_objects_over_gloo_need_no_device(context: RankContext) -> None:
     """Programs pass a gloo group for tensors on GPUs; what ranks agree on then travels through host memory."""
-    pools("cpu").run(check_objects_elsewhere)
-
-
-def check_objects_elsewhere(context: RankContext) -> None:
     ranks = RankGroup(context.group)
     ranks.device = torch.device("meta")  # whose tensors hold nothing
     assert ranks.all_gather_object(context.rank, "test") == list(range(context.num_ranks))
     ranks.close()
 
 
-def test_device_mesh(pools: Pools) -> None:
+@on_ranks("four")
+def test_device_mesh(context: RankContext) -> None:
     """A one-dimensional mesh is its group; of more dimensions one has to be picked."""
-    pools("cpu").run(check_device_mesh)
-
-
-def check_device_mesh(context: RankContext) -> None:
     mesh = DeviceMesh("cpu", torch.arange(context.num_ranks).view(2, -1), mesh_dim_names=("data", "expert"))
     with pytest.raises(InvalidArgument, match=r"2 dimensions; pass one of them: mesh\['name'\]"):
         RankGroup(mesh)
@@ -600,22 +575,16 @@ def check_device_mesh(context: RankContext) -> None:
     call(ranks)
 
 
-def test_default_group(pools: Pools) -> None:
+@on_ranks("four")
+def test_default_group(context: RankContext) -> None:
     """group=None is the default group where torch.distributed is initialised."""
-    pools("cpu").run(check_default_group)
-
-
-def check_default_group(context: RankContext) -> None:
     assert (RankGroup(None).rank, RankGroup(None).num_ranks) == (dist.get_rank(), dist.get_world_size())
 
 
+@on_group(PAIR)
 @pytest.mark.parametrize("default", ["meta", torch.bfloat16], ids=str)
-def test_the_callers_defaults_do_no_harm(pools: Pools, default: str | torch.dtype) -> None:
+def test_the_callers_defaults_do_no_harm(ranks: RankGroup, default: str | torch.dtype) -> None:
     """Programs set a default device or dtype for their own tensors; ours say what they are."""
-    run(pools, PAIR, check_defaults, default)
-
-
-def check_defaults(ranks: RankGroup, default: str | torch.dtype) -> None:
     rows = torch.full((2, 3), float(ranks.rank))
     dtype = torch.get_default_dtype()
     try:

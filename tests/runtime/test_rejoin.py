@@ -10,7 +10,7 @@ import torch
 
 import tokenloom as tl
 from tests.runtime.test_masked_ranks import together
-from tests.runtime.test_rank_group import ALL, PAIR, TIMEOUT_S, Pools, open_call, run
+from tests.runtime.test_rank_group import ALL, PAIR, TIMEOUT_S, on_group, open_call
 from tests.support.patience import done, when_done
 from tokenloom.errors import InvalidArgument
 from tokenloom.runtime.links import Links
@@ -25,13 +25,10 @@ def comes_back(ranks: RankGroup, masks_late: bool = False, **terms: str) -> Rank
     return again
 
 
+@on_group(ALL, timeout_s=5.0)
 @pytest.mark.parametrize("late", [False, True], ids=["raise", "mask"])
-def test_back_again(pools: Pools, late: bool) -> None:
+def test_back_again(ranks: RankGroup, late: bool) -> None:
     """After a mask is taken back all go on as if there had been none; a mask may follow, and be taken back again."""
-    run(pools, ALL, check_back_again, late, timeout_s=5.0)
-
-
-def check_back_again(ranks: RankGroup, late: bool) -> None:
     if late:
         ranks.mask_late()
     together(ranks, ALL)
@@ -54,13 +51,10 @@ def check_back_again(ranks: RankGroup, late: bool) -> None:
     assert len(set(ranks.all_gather(torch.tensor([ranks.step]), "test").flatten().tolist())) == 1
 
 
+@on_group(ALL, timeout_s=2.0, late=[3])
 @pytest.mark.slow
-def test_back_one_by_one(pools: Pools) -> None:
+def test_back_one_by_one(ranks: RankGroup) -> None:
     """Some come back while others stay away; a late rank comes back as well."""
-    run(pools, ALL, check_one_by_one, timeout_s=2.0, late=[3])
-
-
-def check_one_by_one(ranks: RankGroup) -> None:
     ranks.mask_late()
     together(ranks, ALL)
     if ranks.rank == 1:
@@ -83,12 +77,9 @@ def check_one_by_one(ranks: RankGroup) -> None:
     together(ranks, ALL)
 
 
-def test_who_does_not_come_back(pools: Pools) -> None:
+@on_group(ALL, open_timeout_s=TIMEOUT_S)
+def test_who_does_not_come_back(ranks: RankGroup) -> None:
     """The others say so, all alike, and go on without it."""
-    run(pools, ALL, check_not_back, open_timeout_s=TIMEOUT_S)
-
-
-def check_not_back(ranks: RankGroup) -> None:
     if ranks.rank > 1:
         return
     ranks.mask([2, 3])
@@ -99,12 +90,9 @@ def check_not_back(ranks: RankGroup) -> None:
     together(ranks, [0, 1])
 
 
-def test_who_comes_back_different(pools: Pools) -> None:
+@on_group(PAIR)
+def test_who_comes_back_different(ranks: RankGroup) -> None:
     """What all ranks agreed on binds it too."""
-    run(pools, PAIR, check_back_different)
-
-
-def check_back_different(ranks: RankGroup) -> None:
     if ranks.rank == 0:
         ranks.terms = {"hidden": "8"}
         ranks.mask([1])
@@ -119,13 +107,10 @@ def check_back_different(ranks: RankGroup) -> None:
     together(comes_back(ranks, hidden="8"), [0, 1])
 
 
+@on_group(ALL)
 @pytest.mark.slow
-def test_who_cannot_connect(pools: Pools) -> None:
+def test_who_cannot_connect(ranks: RankGroup) -> None:
     """All hear of it, and the others go on without that rank."""
-    run(pools, ALL, check_cannot_connect)
-
-
-def check_cannot_connect(ranks: RankGroup) -> None:
     if ranks.rank == 3:
         with (
             mock.patch.object(Links, "__init__", side_effect=RuntimeError("no route to host")),
@@ -140,13 +125,10 @@ def check_cannot_connect(ranks: RankGroup) -> None:
     together(ranks, [0, 1, 2])
 
 
+@on_group(PAIR)
 @pytest.mark.slow
-def test_nobody_takes_a_rank_back(pools: Pools) -> None:
+def test_nobody_takes_a_rank_back(ranks: RankGroup) -> None:
     """It does not wait for ever, and does not stand in the way of the next that tries."""
-    run(pools, PAIR, check_nobody_takes_back)
-
-
-def check_nobody_takes_back(ranks: RankGroup) -> None:
     if ranks.rank == 0:
         ranks.mask([1])
         time.sleep(2.0)
@@ -159,12 +141,9 @@ def check_nobody_takes_back(ranks: RankGroup) -> None:
     together(ranks, [0, 1])
 
 
-def test_wrong_lists(pools: Pools) -> None:
+@on_group(ALL)
+def test_wrong_lists(ranks: RankGroup) -> None:
     """Ranks that are not masked cannot be taken back, which all ranks say alike; lists that differ are told."""
-    run(pools, ALL, check_wrong_lists)
-
-
-def check_wrong_lists(ranks: RankGroup) -> None:
     if ranks.rank == 3:
         return
     ranks.mask([3])

@@ -13,6 +13,7 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import Case, make_comm, make_problem
+from tests.support.on_ranks import on_ranks
 from tokenloom.jit.kernel import checked, load_driver
 from tokenloom.runtime import symmetric_memory
 from tokenloom.runtime.leftovers import release_dropped
@@ -29,12 +30,9 @@ def meet(ranks: RankGroup) -> None:
     torch.cuda.synchronize(ranks.device)
 
 
-def test_a_handle_opens_one_buffer(hoppers: Ranks) -> None:
+@on_ranks("hoppers")
+def test_a_handle_opens_one_buffer(context: RankContext) -> None:
     """However small it is, the allocation that the driver shares begins and ends with it."""
-    hoppers.run(check_handle)
-
-
-def check_handle(context: RankContext) -> None:
     ranks = RankGroup(context.group)
     buffers = [SymmetricBuffer(SMALL, ranks) for _ in range(2)]
     for buffer in buffers:
@@ -44,13 +42,10 @@ def check_handle(context: RankContext) -> None:
     close_together(buffers)
 
 
-def test_ranks_see_what_others_write(hoppers: Ranks) -> None:
+@on_ranks("hoppers")
+def test_ranks_see_what_others_write(context: RankContext) -> None:
     """Every rank writes its number to every rank, also while another device is current, and from a thread that has no
     CUDA context yet, as backward's have not."""
-    hoppers.run(check_writing)
-
-
-def check_writing(context: RankContext) -> None:
     ranks = RankGroup(context.group, device=context.device)
     mine, elsewhere = context.device.index, (context.device.index + 1) % torch.cuda.device_count()
     torch.cuda.set_device(elsewhere)
@@ -70,14 +65,11 @@ def check_writing(context: RankContext) -> None:
         torch.cuda.set_device(mine)
 
 
+@on_ranks("own_gpus")
 @pytest.mark.alone  # it counts the free memory of the GPU
 @pytest.mark.parametrize("how", ["close", "drop"])
-def test_a_view_keeps_the_memory(own_gpus: Ranks, how: str) -> None:
+def test_a_view_keeps_the_memory(context: RankContext, how: str) -> None:
     """The storage that torch makes over the memory owns it, however little of it a view shows."""
-    own_gpus.run(check_view, how)
-
-
-def check_view(context: RankContext, how: str) -> None:
     ranks = RankGroup(context.group)
     close_together([SymmetricBuffer(LARGE, ranks)])
     meet(ranks)
@@ -101,12 +93,9 @@ def check_view(context: RankContext, how: str) -> None:
     meet(ranks)
 
 
-def test_dropped_during_a_capture(hoppers: Ranks) -> None:
+@on_ranks("hoppers")
+def test_dropped_during_a_capture(context: RankContext) -> None:
     """The collector finds a buffer while a graph is captured: the capture lives, and the memory is freed after it."""
-    hoppers.run(check_capture)
-
-
-def check_capture(context: RankContext) -> None:
     ranks = RankGroup(context.group)
     cycle: list[Any] = [SymmetricBuffer(LARGE, ranks)]
     shared = cycle[0]._shared

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import tokenloom as tl
 from tokenloom import Activation, Router, WeightLayout
@@ -245,3 +246,9 @@ def assert_near(got: torch.Tensor | None, want: torch.Tensor, dtype: torch.dtype
     limit = TOLERANCE[dtype] * max(1.0, want.abs().max().item() if want.numel() else 0.0)
     found = local_part(got.detach()).double().cpu()
     torch.testing.assert_close(found, want.double().cpu(), rtol=0, atol=limit, msg=lambda text: f"{what}: {text}")
+
+
+def keeping_products() -> Any:
+    """Contexts of a selective activation checkpoint that computes all but products again."""
+    kept = [torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default]
+    return create_selective_checkpoint_contexts(kept)

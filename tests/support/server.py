@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from tokenloom.runtime.processes import RankContext
 
+LIMIT_S = 90.0
+
 
 def rank_main(
     body: Callable[..., Any], rank: int, num_ranks: int, device: str, port: int, pipe: Connection, args: Any
@@ -91,3 +93,23 @@ class Server:
             if said == word:
                 return value
         raise AssertionError(f"rank {rank} has not said {word!r} within {limit_s:g} s")
+
+
+class NewRanks:
+    """A group for tests that may end a process: each run has processes of its own, over gloo.
+
+    Args:
+        num_ranks: how many.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+
+    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S) -> list[Any]:
+        """``function(context, *args)`` on each rank, all of which return; results by rank."""
+        with Server(self.num_ranks, _without_pipe, function, args, device="cpu") as server:
+            return server.hear_all("returned", limit_s)
+
+
+def _without_pipe(context: RankContext, _: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(context, *args)

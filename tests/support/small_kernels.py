@@ -78,6 +78,12 @@ __device__ void scale(const ScaleArgs& args) {
 """out[i] = (start + i * step) * factor + bias + 7. The two headers include each other, as headers with a guard may."""
 
 
+def only_file(folder: Path) -> Path:
+    """The one entry of a cache."""
+    (file,) = folder.iterdir()
+    return file
+
+
 def write_package(folder: Path) -> Path:
     """The sources as a package folder."""
     for name, text in SOURCES.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,15 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import tokenloom as tl
-from tests.conftest import Ranks
-from tests.support.layer_cases import HIDDEN, LayerCase, make_layer
+from tests.support.layer_cases import HIDDEN, LayerCase, keeping_products, make_layer
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 
 FP32 = torch.float32
 CASE = LayerCase(router="deepseek_v3", balance_coef=0.0, z_coef=0.0, biases=True, dtype=FP32)
-KEPT = {torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default}
 
 
 class Counted(nn.Module):
@@ -39,7 +37,9 @@ class Counted(nn.Module):
         self.steps = state["steps"]
 
 
-def check_names_that_a_wrapper_changes(context: RankContext) -> None:
+@on_ranks("four")
+def test_names_that_a_wrapper_changes(context: RankContext) -> None:
+    """Experts are found by what they are. By their names they would be taken for replicated, and lost."""
     layer = make_layer(CASE, context.group)
     module = Counted(checkpoint_wrapper(layer))
     full = tl.gather_state_dict(module)
@@ -55,11 +55,6 @@ def check_names_that_a_wrapper_changes(context: RankContext) -> None:
     assert other.steps == 7
     for found, wanted in zip(other.parameters(), module.parameters(), strict=True):
         assert torch.equal(found, wanted)
-
-
-def test_names_that_a_wrapper_changes(four: Ranks) -> None:
-    """Experts are found by what they are. By their names they would be taken for replicated, and lost."""
-    four.run(check_names_that_a_wrapper_changes)
 
 
 class Cut(nn.Module):
@@ -125,28 +120,15 @@ def test_experts_that_thaw() -> None:
         torch.testing.assert_close(each.experts.w1.main_grad, 2 * once)  # and no hook adds twice
 
 
-def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def test_a_policy_that_keeps_products() -> None:
     """Biases are added to something else than what the policy has kept, or recomputation would add them again."""
     layer = make_layer(CASE, None)
     x = torch.ones(5, HIDDEN, requires_grad=True)
     given = [x, *layer.parameters()]
     wanted = torch.autograd.grad(layer(x)[0].square().sum(), given)
-    contexts = partial(create_selective_checkpoint_contexts, keep_products)
-    out, _ = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+    out, _ = checkpoint(layer, x, use_reentrant=False, context_fn=keeping_products)
     for found, want in zip(torch.autograd.grad(out.square().sum(), given), wanted, strict=True):
         assert torch.equal(found, want)
-
-
-def test_float64_under_autocast() -> None:
-    """Its experts compute in what autocast says, so their weights do too."""
-    layer = make_layer(LayerCase(balance_coef=0.0, z_coef=0.0, shared=0), None)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, _ = layer(torch.ones(2, HIDDEN, dtype=torch.float64))
-    assert out.dtype == torch.bfloat16
 
 
 BAD_OPTIONS: dict[str, dict[str, Any]] = {
@@ -166,23 +148,12 @@ def test_bad_options_are_named(said: str) -> None:
         make_layer(CASE, None, **BAD_OPTIONS[said])
 
 
-BAD_ROUTERS: dict[str, dict[str, Any]] = {
-    "scale is nan": {"scale": float("nan")},
-    "scale is 'x'": {"scale": "x"},
-    "top_k is 2.0": {"top_k": 2.0},
-}
-
-
-@pytest.mark.parametrize("said", BAD_ROUTERS)
-def test_bad_routers_are_named(said: str) -> None:
-    with pytest.raises(tl.InvalidArgument, match=said):
-        tl.Router(**({"num_experts": 8, "top_k": 2} | BAD_ROUTERS[said]))
-
-
 # -- made on meta, and pickled --------------------------------------------------------------------------------
 
 
-def check_made_on_meta(context: RankContext, how: str) -> None:
+@on_ranks
+@pytest.mark.parametrize("how", ["context", "argument", "shared communicator", "assigned"])
+def test_a_layer_that_is_made_on_meta(context: RankContext, how: str) -> None:
     """No memory until to_empty; then a seed, or a checkpoint, gives what any layer has."""
     want = make_layer(CASE, context.group)
     comm = want.comm if how == "shared communicator" else None
@@ -212,11 +183,6 @@ def check_made_on_meta(context: RankContext, how: str) -> None:
     (out.sum() + aux_loss).backward()
 
 
-@pytest.mark.parametrize("how", ["context", "argument", "shared communicator", "assigned"])
-def test_a_layer_that_is_made_on_meta(ranks: Ranks, how: str) -> None:
-    ranks.run(check_made_on_meta, how)
-
-
 def test_a_device_that_is_given_goes_before_meta() -> None:
     with torch.device("meta"):
         layer = make_layer(CASE, None, device="cpu")
@@ -237,7 +203,8 @@ def test_a_layer_is_not_pickled(tmp_path: Path) -> None:
     other.load_state_dict(torch.load(tmp_path / "state.pt"))
 
 
-def check_shared_memory(context: RankContext) -> None:
+@on_ranks
+def test_weights_in_shared_memory(context: RankContext) -> None:
     """torch's ``share_memory_`` of a DTensor is a segmentation fault."""
     layer = make_layer(CASE, context.group)
     want = layer.experts.w1.to_local().clone()
@@ -246,7 +213,3 @@ def check_shared_memory(context: RankContext) -> None:
     assert layer.router_weight.is_shared()
     assert torch.equal(layer.experts.w1.to_local(), want)
     layer(torch.ones(3, HIDDEN, device=context.device))[0].sum().backward()
-
-
-def test_weights_in_shared_memory(ranks: Ranks) -> None:
-    ranks.run(check_shared_memory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,12 @@ from torch.nn.utils import prune
 import tokenloom as tl
 from tests.conftest import GROUP_SIZES, Ranks
 from tests.support.layer_cases import HIDDEN, NUM_EXPERTS, LayerCase, make_layer
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.shards import make_mesh
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),  # layers are tiny
     pytest.mark.slow_on(4),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
 ]
@@ -290,7 +291,9 @@ def test_experts_of_another_rank_are_refused(ranks: Ranks) -> None:
             alone.load_state_dict(unpack(files[0])["model"])
 
 
-def load_plain_weights(context: RankContext) -> None:
+@on_ranks
+def test_plain_weights_of_all_experts_and_of_one_rank(context: RankContext) -> None:
+    """The first are what other programs save. The second are old files, which cannot say whose experts they hold."""
     model = Model(context.group, CASE, seed=1)
     full = tl.gather_state_dict(model)
     other = Model(context.group, CASE, seed=2)
@@ -312,12 +315,8 @@ def load_plain_weights(context: RankContext) -> None:
         other.load_state_dict(plain)
 
 
-def test_plain_weights_of_all_experts_and_of_one_rank(ranks: Ranks) -> None:
-    """The first are what other programs save. The second are old files, which cannot say whose experts they hold."""
-    ranks.run(load_plain_weights)
-
-
-def prune_and_load(context: RankContext) -> None:
+@on_ranks
+def test_pruned_experts(context: RankContext) -> None:
     """Its mask is a buffer with a part of each rank, which DDP must not broadcast."""
     models = []
     for seed in (1, 2):
@@ -335,14 +334,12 @@ def prune_and_load(context: RankContext) -> None:
         assert torch.equal(whole(other.moe.experts.state_dict()[name]), value), name
 
 
-def test_pruned_experts(ranks: Ranks) -> None:
-    ranks.run(prune_and_load)
-
-
 # -- what is kept -----------------------------------------------------------------------------------------------
 
 
-def count_references(context: RankContext) -> None:
+@on_ranks
+def test_weights_do_not_keep_their_group(context: RankContext) -> None:
+    """torch keeps meshes for ever; the threads of a group that is kept may abort Python as it ends."""
     layer = make_layer(CASE, context.group)
     ranks = layer.comm.engine.ranks
     group = ranks.process_group
@@ -354,12 +351,8 @@ def count_references(context: RankContext) -> None:
     assert dist.get_process_group_ranks(mesh.get_group()) == list(range(context.num_ranks))
 
 
-def test_weights_do_not_keep_their_group(ranks: Ranks) -> None:
-    """torch keeps meshes for ever; the threads of a group that is kept may abort Python as it ends."""
-    ranks.run(count_references)
-
-
-def gather_on_the_first(context: RankContext) -> None:
+@on_ranks
+def test_full_weights_on_the_first_rank_alone(context: RankContext) -> None:
     model = Model(context.group, CASE, seed=1)
     full, once = tl.gather_state_dict(model), tl.gather_state_dict(model, to="rank0")
     assert_same(once, full if context.rank == 0 else {})
@@ -370,12 +363,12 @@ def gather_on_the_first(context: RankContext) -> None:
         tl.gather_state_dict(model, to="rank1")  # type: ignore[arg-type]
 
 
-def test_full_weights_on_the_first_rank_alone(ranks: Ranks) -> None:
-    ranks.run(gather_on_the_first)
+@on_ranks("four")
+def test_one_expert_at_a_time_travels(context: RankContext) -> None:
+    """Beside the result nobody has room for all experts.
 
-
-def count_bytes(context: RankContext) -> None:
-    """Weights of 4 MB an expert, and biases, which travel at once."""
+    Weights of 4 MB an expert, and biases, which travel at once.
+    """
     experts = tl.RoutedExperts(
         context.group, hidden=1024, intermediate=512, num_experts=NUM_EXPERTS, top_k=2, max_tokens_per_rank=4,
         biases=True, dtype=FP32, device=context.device,
@@ -394,11 +387,6 @@ def count_bytes(context: RankContext) -> None:
         assert torch.equal(full["w1"][experts.local_experts.start], experts.w1.to_local()[0].cpu())
     assert max(sizes) <= 4 << 20
     assert sum(sizes) >= sum(parameter.numel() for parameter in experts.parameters()) * 4
-
-
-def test_one_expert_at_a_time_travels(four: Ranks) -> None:
-    """Beside the result nobody has room for all experts."""
-    four.run(count_bytes)
 
 
 # -- norms of gradients -----------------------------------------------------------------------------------------
@@ -453,7 +441,8 @@ def test_no_gradients_have_no_norm() -> None:
     assert tl.clip_grad_norm_(Model(None, CASE, seed=1).parameters(), 1.0) == 0
 
 
-def clip_one(context: RankContext) -> None:
+@on_ranks
+def test_the_norm_of_one_gradient(context: RankContext) -> None:
     """Without the brackets, as torch takes it: an iteration over its rows finds no gradients."""
     model = Model(context.group, CASE, seed=1)
     model(torch.ones(3, HIDDEN, device=context.device)).sum().backward()
@@ -464,11 +453,8 @@ def clip_one(context: RankContext) -> None:
         torch.testing.assert_close(whole(parameter.grad).norm().item(), 1e-3, rtol=1e-2, atol=0)
 
 
-def test_the_norm_of_one_gradient(ranks: Ranks) -> None:
-    ranks.run(clip_one)
-
-
-def frozen(context: RankContext) -> None:
+@on_ranks
+def test_frozen_experts(context: RankContext) -> None:
     """torch initialises optimiser states of what wants gradients; the rest has none."""
     model = Model(context.group, CASE, seed=1)
     model.moe.experts.requires_grad_(False)
@@ -480,12 +466,13 @@ def frozen(context: RankContext) -> None:
     assert all(parameter.grad is None for parameter in experts)
 
 
-def test_frozen_experts(ranks: Ranks) -> None:
-    ranks.run(frozen)
+@on_ranks
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_step_before_backward(context: RankContext, is_compiled: bool) -> None:
+    """It would give wrong gradients, in silence.
 
-
-def step_before_backward(context: RankContext, is_compiled: bool) -> None:
-    """In place of a DTensor; what autograd has saved is its local part."""
+    In place of a DTensor; what autograd has saved is its local part.
+    """
     layer = make_layer(CASE, context.group)
     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if is_compiled else layer
     x = torch.ones(5, HIDDEN, device=context.device)
@@ -495,17 +482,3 @@ def step_before_backward(context: RankContext, is_compiled: bool) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
     run(x)[0].sum().backward()
-
-
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_step_before_backward(ranks: Ranks, is_compiled: bool) -> None:
-    """It would give wrong gradients, in silence."""
-    ranks.run(step_before_backward, is_compiled)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # layers are tiny
-    yield
-    torch.set_num_threads(threads)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import tokenloom as tl
-from tests.conftest import Ranks
-from tests.support.layer_cases import HIDDEN, NUM_EXPERTS, TOP_K, LayerCase, make_inputs, make_layer
+from tests.support.layer_cases import HIDDEN, NUM_EXPERTS, TOP_K, LayerCase, keeping_products, make_inputs, make_layer
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 
 FP32 = torch.float32
@@ -26,7 +26,8 @@ def rows(num_tokens: int = 5) -> torch.Tensor:
 # -- micro-batches ------------------------------------------------------------------------------------------
 
 
-def accumulate(context: RankContext) -> None:
+@on_ranks
+def test_micro_batches_of_a_step_count_together(context: RankContext) -> None:
     """Three micro-batches move the bias as the whole batch does, and the next step counts from 0."""
     layer, whole = (make_layer(CASE, context.group) for _ in range(2))
     x = make_inputs(CASE, context.num_ranks)[0][context.rank].to(context.device)
@@ -45,10 +46,6 @@ def accumulate(context: RankContext) -> None:
     before = layer.correction_bias.clone()
     layer.update_correction_bias(0.125)  # without another forward there is nothing to go by
     assert torch.equal(layer.correction_bias, before)
-
-
-def test_micro_batches_of_a_step_count_together(ranks: Ranks) -> None:
-    ranks.run(accumulate)
 
 
 def test_only_training_counts() -> None:
@@ -115,18 +112,13 @@ class Megatron(torch.autograd.Function):
         return None, leaf.grad
 
 
-def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = (torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default)
-    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 plain = partial(checkpoint, use_reentrant=False)
 reentrant = partial(checkpoint, use_reentrant=True)
 CHECKPOINTS: dict[str, Callable[..., Any]] = {
     "none": lambda layer, x: layer(x),
     "plain": plain,
     "reentrant": reentrant,
-    "selective": partial(plain, context_fn=partial(create_selective_checkpoint_contexts, keep_products)),
+    "selective": partial(plain, context_fn=keeping_products),
     "whole": partial(plain, early_stop=False),
     "megatron": Megatron.apply,
     "plain in plain": lambda layer, x: plain(lambda x: plain(layer, x), x),

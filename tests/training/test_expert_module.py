@@ -24,6 +24,7 @@ from tests.support.layer_cases import (
     make_layer,
     short,
 )
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.shards import local_part
 
@@ -42,7 +43,8 @@ def make_experts(**options: Any) -> tl.RoutedExperts:
 # -- the experts of a layer -----------------------------------------------------------------------------------
 
 
-def compare_with_a_layer(context: RankContext) -> None:
+@on_ranks
+def test_the_experts_of_a_layer_by_themselves(context: RankContext) -> None:
     """The layer's own routes, from outside: values, gradients and weights of a seed are the same bits."""
     layer = make_layer(CASE, context.group)
     experts = make_experts(group=context.group)
@@ -66,10 +68,6 @@ def compare_with_a_layer(context: RankContext) -> None:
         assert torch.equal(local_part(parameter.grad), local_part(other.grad)), name
     assert experts.local_experts == layer.local_experts
     assert {id(each) for each in experts.expert_parameters()} == {id(each) for each in experts.parameters()}
-
-
-def test_the_experts_of_a_layer_by_themselves(ranks: Ranks) -> None:
-    ranks.run(compare_with_a_layer)
 
 
 def test_places_without_a_route() -> None:
@@ -192,7 +190,8 @@ def former(state: dict[str, Any]) -> dict[str, Any]:
     return {name.replace("experts.", ""): value for name, value in state.items()}
 
 
-def load_former_checkpoints(context: RankContext) -> None:
+@on_ranks
+def test_checkpoints_with_the_former_names(context: RankContext) -> None:
     """A rank's own, and the full one of any number of ranks; of the layer, and of a model that has it."""
     layer = make_layer(CASE, context.group)
     for model in (layer, nn.ModuleDict({"moe": layer})):
@@ -209,10 +208,6 @@ def load_former_checkpoints(context: RankContext) -> None:
             model.load_state_dict(given)
             for name, value in model.state_dict().items():
                 assert torch.equal(local_part(value), local_part(want[name])), name
-
-
-def test_checkpoints_with_the_former_names(ranks: Ranks) -> None:
-    ranks.run(load_former_checkpoints)
 
 
 class Doubled(nn.Module):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import tokenloom as tl
 from tests.conftest import LIMIT_S, Ranks
+from tests.support.on_ranks import on_ranks
 from tests.training.test_routed_experts import HIDDEN, layers_of
 from tokenloom.comm.engine import Engine
 from tokenloom.ops import expert_gemms, experts, routing
@@ -251,7 +252,9 @@ def test_float64_under_autocast(ranks: Ranks, dtypes: tuple[torch.dtype, torch.d
     ranks.run(wide_inputs, dtypes)
 
 
-def no_room_to_cast(context: RankContext) -> None:
+@on_ranks
+def test_no_room_to_cast(context: RankContext) -> None:
+    """Under autocast the experts' weights are cast before the dispatch: the largest tensors of the forward."""
     bad, real = context.num_ranks - 1, torch.Tensor.to
     options = {"timeout_s": TIMEOUT_S, "open_timeout_s": TIMEOUT_S, "dtype": torch.float32}
     (layer,) = layers_of(context, 1, **options)
@@ -268,8 +271,3 @@ def no_room_to_cast(context: RankContext) -> None:
             told_at_once(context, bad, lambda: (layer(x), layer.comm.check()))
         assert torch.equal(layer(x)[0], wanted)
     layer.comm.close()
-
-
-def test_no_room_to_cast(ranks: Ranks) -> None:
-    """Under autocast the experts' weights are cast before the dispatch: the largest tensors of the forward."""
-    ranks.run(no_room_to_cast)

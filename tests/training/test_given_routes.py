@@ -21,6 +21,7 @@ from tests.support.layer_cases import (
     make_inputs,
     make_layer,
 )
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.shards import local_part
 
@@ -224,7 +225,8 @@ def test_padding_and_other_routers(ranks: Ranks, router: str) -> None:
     ranks.run(pad, replace(CASE, router=router, dtype=FP32, biases=True, shared_gate=True), "own choice")
 
 
-def pad_everything(context: RankContext) -> None:
+@on_ranks
+def test_padding_alone(context: RankContext) -> None:
     """On one rank nothing is left; it takes part all the same."""
     layer = make_layer(CASE, context.group)
     x = torch.randn(4, HIDDEN, dtype=CASE.dtype, device=context.device, requires_grad=True)
@@ -236,10 +238,6 @@ def pad_everything(context: RankContext) -> None:
         assert not out.any()
         assert not x.grad.any()
     assert layer.expert_counts.sum() == 4 * TOP_K * (context.num_ranks - 1)
-
-
-def test_padding_alone(ranks: Ranks) -> None:
-    ranks.run(pad_everything)
 
 
 def test_padding_does_not_count_as_tokens() -> None:

@@ -32,6 +32,7 @@ from tests.support.layer_cases import (
     make_layer,
     short,
 )
+from tests.support.on_ranks import on_ranks
 from tokenloom import reference
 from tokenloom.ops.experts import Experts
 from tokenloom.plan import Plan
@@ -97,9 +98,10 @@ def test_many_ranks_equal_one(ranks: Ranks) -> None:
         assert_near(torch.tensor(seen, dtype=BASE.dtype), aux_loss, BASE.dtype, "aux_loss")
 
 
-def shapes_of_input(context: RankContext, case: LayerCase) -> None:
-    layer = make_layer(case, context.group)
-    x = torch.randn(6, HIDDEN, dtype=case.dtype).to(context.device)
+@on_ranks
+def test_leading_dimensions_and_strides_are_the_callers_business(context: RankContext) -> None:
+    layer = make_layer(BASE, context.group)
+    x = torch.randn(6, HIDDEN, dtype=BASE.dtype).to(context.device)
     flat, _ = layer(x)
     by_shape = {
         "three dimensions": x.view(2, 3, HIDDEN),
@@ -111,28 +113,21 @@ def shapes_of_input(context: RankContext, case: LayerCase) -> None:
         out, _ = layer(shaped)
         assert out.shape == shaped.shape, what
         wanted = flat.view(2, 3, HIDDEN).transpose(0, 1) if what == "transposed" else flat.view(shaped.shape)
-        assert_near(out, wanted, case.dtype, what)
-    assert_near(layer(x[0])[0], flat[0], case.dtype, "one dimension")
+        assert_near(out, wanted, BASE.dtype, what)
+    assert_near(layer(x[0])[0], flat[0], BASE.dtype, "one dimension")
     for empty in (x.new_zeros(3, 0, HIDDEN), x.new_zeros(0, 1).expand(0, HIDDEN)):
         assert layer(empty)[0].shape == empty.shape
 
 
-def test_leading_dimensions_and_strides_are_the_callers_business(ranks: Ranks) -> None:
-    ranks.run(shapes_of_input, BASE)
-
-
-def without_gradients(context: RankContext, case: LayerCase) -> None:
-    layer, (x, _) = make_layer(case, context.group), own_inputs(context, case)
+@on_ranks
+def test_without_gradients_outputs_are_the_same(context: RankContext) -> None:
+    layer, (x, _) = make_layer(BASE, context.group), own_inputs(context, BASE)
     wanted, _ = layer(x)
     with torch.no_grad():
         out, aux_loss = layer(x)
     assert torch.equal(out, wanted)
     assert not out.requires_grad
     assert not aux_loss.requires_grad
-
-
-def test_without_gradients_outputs_are_the_same(ranks: Ranks) -> None:
-    ranks.run(without_gradients, BASE)
 
 
 # -- gradients ----------------------------------------------------------------------------------------------
@@ -198,8 +193,14 @@ def test_gradients_are_those_of_the_sum_of_all_losses(ranks: Ranks, name: str) -
     ranks.run(compare_gradients, GRADIENT_CASES[name])
 
 
-def odd_incoming_gradients(context: RankContext, case: LayerCase) -> None:
-    """sum() gives a gradient of stride 0, a transposed loss one in column order; same loss, same gradients."""
+@on_ranks
+@pytest.mark.parametrize("dtype", [torch.float64, FP32], ids=str)
+def test_incoming_gradients_need_not_be_contiguous(context: RankContext, dtype: torch.dtype) -> None:
+    """float64 runs the loop over experts, float32 the grouped GEMM, which refuses them by itself.
+
+    sum() gives a gradient of stride 0, a transposed loss one in column order; same loss, same gradients.
+    """
+    case = replace(BASE, dtype=dtype, balance_coef=0.0, z_coef=0.0)
     layer, (x, factors) = make_layer(case, context.group), own_inputs(context, case)
 
     def grads(loss_of: Any) -> list[torch.Tensor]:
@@ -215,14 +216,12 @@ def odd_incoming_gradients(context: RankContext, case: LayerCase) -> None:
             assert_near(got, local_part(want), case.dtype, what)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, FP32], ids=str)
-def test_incoming_gradients_need_not_be_contiguous(ranks: Ranks, dtype: torch.dtype) -> None:
-    """float64 runs the loop over experts, float32 the grouped GEMM, which refuses them by itself."""
-    ranks.run(odd_incoming_gradients, replace(BASE, dtype=dtype, balance_coef=0.0, z_coef=0.0))
-
-
-def checkpointed(context: RankContext, case: LayerCase, use_reentrant: bool) -> None:
+@on_ranks
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("router_grad", ["local", "sum"])
+def test_activation_checkpointing_changes_no_bit(context: RankContext, use_reentrant: bool, router_grad: Any) -> None:
     """Recomputed layers call their collectives again inside backward, in the same order on all ranks."""
+    case = replace(BASE, router_grad=router_grad)
     first, second = make_layer(case, context.group), make_layer(case, context.group)
     x, factors = own_inputs(context, case)
 
@@ -243,20 +242,17 @@ def checkpointed(context: RankContext, case: LayerCase, use_reentrant: bool) -> 
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("router_grad", ["local", "sum"])
-def test_activation_checkpointing_changes_no_bit(ranks: Ranks, use_reentrant: bool, router_grad: Any) -> None:
-    ranks.run(checkpointed, replace(BASE, router_grad=router_grad), use_reentrant)
-
-
 # -- several layers, training -------------------------------------------------------------------------------
 
 
-def train(context: RankContext, case: LayerCase, steps: int) -> None:
+@on_ranks
+@pytest.mark.parametrize("router", ["softmax_topk", "deepseek_v3"])
+def test_layers_that_share_a_communicator_train_as_one_rank_does(context: RankContext, router: str) -> None:
     """Two layers on one communicator, trained on W ranks and, densely, on all tokens at once: the same weights.
 
     With a larger step the weights of four ranks' tokens explode, and differences in rounding with them.
     """
+    case = replace(BASE, router=router, router_grad="sum")
     first = make_layer(case, context.group)
     second = make_layer(case, None, comm=first.comm, max_tokens_per_rank=None)
     model = torch.nn.ModuleList([first, second])
@@ -273,7 +269,7 @@ def train(context: RankContext, case: LayerCase, steps: int) -> None:
     dense_optimizer = torch.optim.SGD([dense[name] for name in names], lr=0.01, momentum=0.9)
     batch, all_factors = torch.cat(xs).double(), torch.cat(factors).double()
     losses = []
-    for _ in range(steps):
+    for _ in range(3):
         hidden, aux_loss = xs[context.rank].to(context.device), torch.zeros((), device=context.device)
         for layer in (first, second):
             out, aux = layer(hidden)
@@ -299,12 +295,10 @@ def train(context: RankContext, case: LayerCase, steps: int) -> None:
         assert_near(trained[name], dense[name], case.dtype, name)
 
 
-@pytest.mark.parametrize("router", ["softmax_topk", "deepseek_v3"])
-def test_layers_that_share_a_communicator_train_as_one_rank_does(ranks: Ranks, router: str) -> None:
-    ranks.run(train, replace(BASE, router=router, router_grad="sum"), 3)
-
-
-def count_routes(context: RankContext, case: LayerCase) -> None:
+@on_ranks
+def test_the_correction_bias_moves_by_the_load_of_all_ranks(context: RankContext) -> None:
+    """Without any loss too: the counts are then summed for the bias alone."""
+    case = replace(BASE, router="deepseek_v3", balance_coef=0.0, z_coef=0.0)
     layer = make_layer(case, context.group)
     assert layer.expert_counts.tolist() == [0] * NUM_EXPERTS
     xs, factors = make_inputs(case, context.num_ranks)
@@ -317,11 +311,6 @@ def count_routes(context: RankContext, case: LayerCase) -> None:
     layer.update_correction_bias(0.125)
     step = [0.125 if count < counts.float().mean() else -0.125 for count in counts.tolist()]
     assert_near(layer.correction_bias - before, torch.tensor(step), FP32, "step of the bias")
-
-
-def test_the_correction_bias_moves_by_the_load_of_all_ranks(ranks: Ranks) -> None:
-    """Without any loss too: the counts are then summed for the bias alone."""
-    ranks.run(count_routes, replace(BASE, router="deepseek_v3", balance_coef=0.0, z_coef=0.0))
 
 
 # -- weights ------------------------------------------------------------------------------------------------
@@ -496,7 +485,27 @@ def test_ranks_that_disagree_are_told_who_and_what(ranks: Ranks, option: str) ->
     ranks.run(disagree, option, DISAGREEMENTS[option])
 
 
-def make_wrongly(context: RankContext, what: str, named: str) -> None:
+@on_ranks
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("no max_tokens_per_rank", "max_tokens_per_rank is None"),
+        ("group and comm", "group and comm are both given"),
+        ("intermediate", "intermediate is 0"),
+        ("shared_intermediate", "shared_intermediate is -1"),
+        ("router_grad", "router_grad is 'mean'"),
+        ("hidden", "hidden is 17, the communicator was made for 16"),
+        ("num_experts", "num_experts is 16, the communicator was made for 8"),
+        ("top_k", "top_k is 4, the communicator was made for 3"),
+        ("router", "router chooses 4 of 8 experts, expected"),
+        ("name of router", "router is 'softmax', expected a Router or one of"),
+        ("balance_coef", "balance_coef is nan, expected a number"),
+        ("z_coef", "z_coef is '0.1', expected a number"),
+        ("expert_grad_scale", "expert_grad_scale is None, expected a number"),
+        ("dtype", "dtype is 'float32', expected"),
+    ],
+)
+def test_a_wrong_option_on_one_rank_is_an_error_on_all(context: RankContext, what: str, named: str) -> None:
     """The last rank passes something impossible: its own error there, PeerError elsewhere, no hang."""
     comm = tl.Communicator(
         context.group, num_experts=NUM_EXPERTS, hidden=HIDDEN, top_k=TOP_K, max_tokens_per_rank=sum(BASE.tokens)
@@ -530,30 +539,22 @@ def make_wrongly(context: RankContext, what: str, named: str) -> None:
     make_layer(BASE, None, comm=comm)
 
 
-@pytest.mark.parametrize(
-    ("what", "named"),
-    [
-        ("no max_tokens_per_rank", "max_tokens_per_rank is None"),
-        ("group and comm", "group and comm are both given"),
-        ("intermediate", "intermediate is 0"),
-        ("shared_intermediate", "shared_intermediate is -1"),
-        ("router_grad", "router_grad is 'mean'"),
-        ("hidden", "hidden is 17, the communicator was made for 16"),
-        ("num_experts", "num_experts is 16, the communicator was made for 8"),
-        ("top_k", "top_k is 4, the communicator was made for 3"),
-        ("router", "router chooses 4 of 8 experts, expected"),
-        ("name of router", "router is 'softmax', expected a Router or one of"),
-        ("balance_coef", "balance_coef is nan, expected a number"),
-        ("z_coef", "z_coef is '0.1', expected a number"),
-        ("expert_grad_scale", "expert_grad_scale is None, expected a number"),
-        ("dtype", "dtype is 'float32', expected"),
-    ],
-)
-def test_a_wrong_option_on_one_rank_is_an_error_on_all(ranks: Ranks, what: str, named: str) -> None:
-    ranks.run(make_wrongly, what, named)
+@on_ranks
+def test_a_copy_shares_the_communicator(context: RankContext) -> None:
+    """As averages of weights make it."""
+    layer, (x, _) = make_layer(BASE, context.group), own_inputs(context, BASE)
+    twin = copy.deepcopy(layer)
+    assert twin.comm is layer.comm
+    want = layer(x)[0]
+    assert torch.equal(twin(x)[0], want)
+    with torch.no_grad():
+        layer.experts.w2.zero_()
+    assert torch.equal(twin(x)[0], want)
 
 
-def under_autocast(context: RankContext) -> None:
+@on_ranks
+def test_autocast_is_what_mixed_dtypes_are_for(context: RankContext) -> None:
+    """The message of DtypeMismatch recommends it."""
     case = replace(BASE, dtype=FP32)
     layer, (x, factors) = make_layer(case, context.group), own_inputs(context, case)
     exact, _ = layer(x)
@@ -567,24 +568,3 @@ def under_autocast(context: RankContext) -> None:
         assert leaf.grad is not None
         assert all(weight.grad is not None and weight.grad.dtype == FP32 for weight in layer.parameters())
         layer.zero_grad()
-
-
-def copied(context: RankContext) -> None:
-    layer, (x, _) = make_layer(BASE, context.group), own_inputs(context, BASE)
-    twin = copy.deepcopy(layer)
-    assert twin.comm is layer.comm
-    want = layer(x)[0]
-    assert torch.equal(twin(x)[0], want)
-    with torch.no_grad():
-        layer.experts.w2.zero_()
-    assert torch.equal(twin(x)[0], want)
-
-
-def test_a_copy_shares_the_communicator(ranks: Ranks) -> None:
-    """As averages of weights make it."""
-    ranks.run(copied)
-
-
-def test_autocast_is_what_mixed_dtypes_are_for(ranks: Ranks) -> None:
-    """The message of DtypeMismatch recommends it."""
-    ranks.run(under_autocast)

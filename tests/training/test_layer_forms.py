@@ -10,7 +10,8 @@ import torch
 
 import tokenloom as tl
 from tests.conftest import Ranks
-from tests.support.layer_cases import LayerCase, assert_near, make_layer
+from tests.support.layer_cases import assert_near, make_layer
+from tests.support.on_ranks import on_ranks
 from tests.training.test_layer import BASE, BF16, FP32, compare_gradients, compare_with_reference, own_inputs
 from tokenloom.runtime.processes import RankContext
 
@@ -41,8 +42,10 @@ def test_experts_of_other_forms_are_those_of_the_reference(ranks: Ranks, form: s
     ranks.run(compare_with_reference, replace(FORMS[form], dtype=dtype))
 
 
-def outputs_in_layouts(context: RankContext, case: LayerCase) -> None:
+@on_ranks
+def test_layouts_hold_the_same_experts(context: RankContext) -> None:
     """A seed gives experts, not numbers in memory: the layer computes the same, and so it does after a step."""
+    case = replace(BASE, biases=True)
     layouts = [tl.WeightLayout(*flags) for flags in product((False, True), repeat=2)]
     results: list[list[torch.Tensor]] = []
     for layout in layouts:
@@ -56,10 +59,6 @@ def outputs_in_layouts(context: RankContext, case: LayerCase) -> None:
     for found in results[1:]:
         for got, want in zip(found, results[0], strict=True):
             assert_near(got, want, case.dtype, "out")
-
-
-def test_layouts_hold_the_same_experts(ranks: Ranks) -> None:
-    ranks.run(outputs_in_layouts, replace(BASE, biases=True))
 
 
 GRADIENT_CASES = {

@@ -10,8 +10,8 @@ from torch.nn.utils import parametrize, prune
 
 import tokenloom as tl
 from tests.comm.test_torch_modes import GradientUnderWay
-from tests.conftest import Ranks
 from tests.support.layer_cases import HIDDEN, LayerCase, make_layer
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.shards import local_part
 
@@ -100,7 +100,9 @@ class Doubled(nn.Module):
         return weight / 2
 
 
-def check_renamed(context: RankContext) -> None:
+@on_ranks("four")
+def test_parametrized_and_pruned_experts(context: RankContext) -> None:
+    """By their new names they counted as replicated: averaged over ranks by a trainer, and drawn alike on all."""
     layer, plain = make_layer(CASE, context.group), make_layer(CASE, context.group)
     parametrize.register_parametrization(layer.experts, "w1", Doubled())
     prune.identity(layer.experts, "w2")
@@ -115,15 +117,13 @@ def check_renamed(context: RankContext) -> None:
     assert torch.equal(layer.experts.w2, plain.experts.w2)
 
 
-def test_parametrized_and_pruned_experts(four: Ranks) -> None:
-    """By their new names they counted as replicated: averaged over ranks by a trainer, and drawn alike on all."""
-    four.run(check_renamed)
-
-
 # -- inputs and gradients that are under way ------------------------------------------------------------------
 
 
-def check_under_way(context: RankContext, again: bool) -> None:
+@on_ranks
+@pytest.mark.parametrize("again", [False, True], ids=["rows kept", "sent again"])
+def test_inputs_that_are_under_way(context: RankContext, again: bool) -> None:
+    """``DTensor.to_local()`` may give such tensors. Kernels got address 0 for them."""
     layer = make_layer(CASE, context.group, redispatch_in_backward=again)
     x = rows().to(context.device)
     want, _ = layer(x)
@@ -134,12 +134,6 @@ def check_under_way(context: RankContext, again: bool) -> None:
     found = torch.autograd.grad(GradientUnderWay.apply(out).square().sum(), list(layer.parameters()))
     for name, one, other in zip(dict(layer.named_parameters()), found, wanted, strict=True):
         assert torch.equal(local_part(one), local_part(other)), name
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["rows kept", "sent again"])
-def test_inputs_that_are_under_way(ranks: Ranks, again: bool) -> None:
-    """``DTensor.to_local()`` may give such tensors. Kernels got address 0 for them."""
-    ranks.run(check_under_way, again)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")

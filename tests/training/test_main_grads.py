@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,21 +11,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import tokenloom as tl
-from tests.conftest import Ranks
 from tests.support.layer_cases import HIDDEN, LayerCase, make_layer
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # layers are tiny
 
 BATCHES = 64
 CASE = LayerCase(dtype=torch.bfloat16)
 """Each gradient is rounded to bfloat16 once, wherever it is summed; a sum of 64 in bfloat16 loses more by far."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # layers are tiny
-    yield
-    torch.set_num_threads(threads)
 
 
 def batches(device: str = "cpu") -> list[torch.Tensor]:
@@ -141,7 +134,9 @@ def test_gradients_that_are_asked_for_are_given_out() -> None:
     assert not layer.experts.w1.main_grad.any()
 
 
-def cast(context: RankContext) -> None:
+@on_ranks
+def test_a_cast_keeps_them(context: RankContext) -> None:
+    """torch puts other tensors in the places of DTensors."""
     layer = make_layer(replace(CASE, dtype=torch.float32), context.group, main_grads=True)
     x = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(1)).to(context.device)  # some for each rank
     backward(layer, x)
@@ -169,8 +164,3 @@ def cast(context: RankContext) -> None:
     backward(layer, x.bfloat16())
     assert layer.experts.w1.main_grad.any()
     assert layer.experts.w1.grad is None
-
-
-def test_a_cast_keeps_them(ranks: Ranks) -> None:
-    """torch puts other tensors in the places of DTensors."""
-    ranks.run(cast)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,21 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tokenloom as tl
-from tests.conftest import Ranks
 from tests.support.layer_cases import HIDDEN, NUM_EXPERTS, TOP_K, LayerCase, assert_near, make_inputs, make_layer
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.shards import local_part
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # layers are tiny
+
 FP32, BF16 = torch.float32, torch.bfloat16
 CASE = LayerCase(dtype=FP32, biases=True, router="gpt_oss", shared_gate=True)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # layers are tiny
-    yield
-    torch.set_num_threads(threads)
 
 
 class Block(nn.Module):
@@ -64,7 +57,10 @@ def step(context: RankContext, run: nn.Module, x: torch.Tensor, model: nn.Module
     return [out.detach(), aux_loss.detach(), *gradients]
 
 
-def train_beside_fsdp(context: RankContext, unit_per_layer: bool, main_grads: bool) -> None:
+@on_ranks
+@pytest.mark.parametrize("main_grads", [False, True])
+@pytest.mark.parametrize("unit_per_layer", [False, True], ids=["one_unit", "unit_per_layer"])
+def test_float32_experts_beside_fsdp_in_bfloat16(context: RankContext, unit_per_layer: bool, main_grads: bool) -> None:
     """The step is that of the same model under autocast, bit for bit in what experts compute.
 
     FSDP gives the router in bfloat16, as autocast does not: tensor cores of GPUs then sum its logits in another order.
@@ -98,13 +94,8 @@ def train_beside_fsdp(context: RankContext, unit_per_layer: bool, main_grads: bo
         assert_near(whole, parameter.grad / context.num_ranks, BF16, name)
 
 
-@pytest.mark.parametrize("main_grads", [False, True])
-@pytest.mark.parametrize("unit_per_layer", [False, True], ids=["one_unit", "unit_per_layer"])
-def test_float32_experts_beside_fsdp_in_bfloat16(ranks: Ranks, unit_per_layer: bool, main_grads: bool) -> None:
-    ranks.run(train_beside_fsdp, unit_per_layer, main_grads)
-
-
-def other_policies(context: RankContext) -> None:
+@on_ranks
+def test_other_options_of_the_policy(context: RankContext) -> None:
     mesh = DeviceMesh.from_group(context.group, context.device.type)
     x = make_inputs(CASE, context.num_ranks)[0][context.rank].to(context.device)
 
@@ -124,11 +115,9 @@ def other_policies(context: RankContext) -> None:
     out.float().sum().backward()
 
 
-def test_other_options_of_the_policy(ranks: Ranks) -> None:
-    ranks.run(other_policies)
-
-
-def mix_by_mistake(context: RankContext, what: str) -> None:
+@on_ranks
+@pytest.mark.parametrize("what", ["narrow x", "wide x"])
+def test_a_dtype_by_mistake(context: RankContext, what: str) -> None:
     """A dtype that nobody has cast for is an error as ever, on all ranks."""
     layer, last = make_layer(CASE, context.group), context.rank == context.num_ranks - 1
     x = torch.ones(3, HIDDEN, device=context.device)
@@ -139,11 +128,6 @@ def mix_by_mistake(context: RankContext, what: str) -> None:
     assert torch.equal(layer(x)[0], want)
 
 
-@pytest.mark.parametrize("what", ["narrow x", "wide x"])
-def test_a_dtype_by_mistake(ranks: Ranks, what: str) -> None:
-    ranks.run(mix_by_mistake, what)
-
-
 def test_a_single_narrow_parameter_casts_nothing() -> None:
     layer = make_layer(CASE, None)
     assert layer.shared_w2 is not None
@@ -152,7 +136,9 @@ def test_a_single_narrow_parameter_casts_nothing() -> None:
         layer(torch.ones(3, HIDDEN, dtype=BF16))
 
 
-def experts_by_themselves(context: RankContext, dtype: torch.dtype) -> None:
+@on_ranks
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_float32_experts_take_narrow_tokens(context: RankContext, dtype: torch.dtype) -> None:
     """They go by the tokens: as under autocast, with gradients in float32."""
     sizes: dict[str, Any] = {"hidden": HIDDEN, "intermediate": 12, "num_experts": NUM_EXPERTS, "top_k": TOP_K}
     experts = tl.RoutedExperts(context.group, max_tokens_per_rank=8, dtype=FP32, **sizes)
@@ -173,8 +159,3 @@ def experts_by_themselves(context: RankContext, dtype: torch.dtype) -> None:
     assert [each.dtype for each in results[1]] == [dtype, dtype, FP32, FP32]
     for found, want in zip(*results, strict=True):
         assert torch.equal(found, want)
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-def test_float32_experts_take_narrow_tokens(ranks: Ranks, dtype: torch.dtype) -> None:
-    ranks.run(experts_by_themselves, dtype)

@@ -14,6 +14,7 @@ import torch
 
 import tokenloom as tl
 from tests.conftest import Ranks
+from tests.support.on_ranks import on_ranks
 from tokenloom.backends.nvlink import buffers
 from tokenloom.ops import expert_gemms, experts
 from tokenloom.runtime.processes import RankContext
@@ -143,7 +144,12 @@ def test_same_bits_of_many_rows(hoppers: Ranks, name: str) -> None:
     hoppers.run(compare_switch, name, True, 0)
 
 
-def compare_pieces(context: RankContext, options: dict[str, Any]) -> None:
+@on_ranks
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("redispatch", [False, True], ids=["keeps rows", "keeps x"])
+@pytest.mark.parametrize("form", [{}, GPT_OSS], ids=["plain", "gpt_oss"])
+def test_pieces_are_the_whole(context: RankContext, form: dict[str, Any], redispatch: bool) -> None:
+    options = {"redispatch_in_backward": redispatch, **form}
     whole = one_step(context, **options)
     with forced(pieces=True):
         pieces = one_step(context, **options)
@@ -153,14 +159,10 @@ def compare_pieces(context: RankContext, options: dict[str, Any]) -> None:
         torch.testing.assert_close(pieces[key], value, rtol=0, atol=limit, msg=lambda text, k=key: f"{k}: {text}")
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("redispatch", [False, True], ids=["keeps rows", "keeps x"])
-@pytest.mark.parametrize("form", [{}, GPT_OSS], ids=["plain", "gpt_oss"])
-def test_pieces_are_the_whole(ranks: Ranks, form: dict[str, Any], redispatch: bool) -> None:
-    ranks.run(compare_pieces, {"redispatch_in_backward": redispatch, **form})
-
-
-def pass_wrong_weights(context: RankContext, name: str) -> None:
+@on_ranks
+@pytest.mark.parametrize("name", ["layout", "activation", "bias"])
+def test_wrong_weights_on_one_rank(context: RankContext, name: str) -> None:
+    """That rank says what is wrong, the others that it failed, and the next call works."""
     (layer,) = layers_of(context, 1, shared_intermediate=0, **GPT_OSS)
     x = torch.randn(5, HIDDEN, device=context.device).to(torch.bfloat16)
     ids = torch.zeros(5, TOP_K, dtype=torch.int64, device=context.device)
@@ -187,12 +189,6 @@ def pass_wrong_weights(context: RankContext, name: str) -> None:
     layer.comm.close()
 
 
-@pytest.mark.parametrize("name", ["layout", "activation", "bias"])
-def test_wrong_weights_on_one_rank(ranks: Ranks, name: str) -> None:
-    """That rank says what is wrong, the others that it failed, and the next call works."""
-    ranks.run(pass_wrong_weights, name)
-
-
 def count_pieces(context: RankContext) -> list[int]:
     (layer,) = layers_of(context, 1)
     options = piecewise.RunOptions(layer.experts.strategy)
@@ -213,16 +209,13 @@ def test_many_tokens_go_in_pieces(hoppers: Ranks) -> None:
     assert hoppers.run(count_pieces) == [[1, 2, 2, 1]] * hoppers.num_ranks
 
 
-def keep_x(context: RankContext) -> None:
+@on_ranks
+def test_redispatch_keeps_pre_activations_only(context: RankContext) -> None:
     (layer,) = layers_of(context, 1, redispatch_in_backward=True)
     x = torch.randn(64, HIDDEN, device=context.device).to(torch.bfloat16).requires_grad_()
     found = layer.saved_activations(x)
     assert [each.shape[1] for each in found if each.num_bytes >= x.numel() * x.element_size()] == [2 * INTERMEDIATE]
     layer.comm.close()
-
-
-def test_redispatch_keeps_pre_activations_only(ranks: Ranks) -> None:
-    ranks.run(keep_x)
 
 
 def overflow_pool(context: RankContext) -> tuple[int, bool]:
@@ -242,21 +235,19 @@ def test_a_pool_too_small_says_what_would_do(ranks: Ranks) -> None:
     assert found[0][0] >= 64 * TOP_K
 
 
-def compare_too_many(context: RankContext, options: dict[str, Any], pieces: bool) -> None:
+@on_ranks("hoppers")
+@pytest.mark.gpu
+@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
+@pytest.mark.parametrize("name", ["overlap", "redispatch beside GEMMs"])
+def test_more_rows_than_a_region_holds(context: RankContext, name: str, pieces: bool) -> None:
+    """They come by a slower way, on all ranks; gradients went by it only on the ranks that have too many."""
+    options = SWITCHES[name]
     with forced(pieces):
         wanted = one_step(context, all_to_first=True, overlap=False)
         with mock.patch.object(buffers, "EXPERT_ROOM", -1e9):  # room for layout "token" alone
             found = one_step(context, all_to_first=True, **options)
     for key, value in wanted.items():
         assert torch.equal(found[key], value), key
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
-@pytest.mark.parametrize("name", ["overlap", "redispatch beside GEMMs"])
-def test_more_rows_than_a_region_holds(hoppers: Ranks, name: str, pieces: bool) -> None:
-    """They come by a slower way, on all ranks; gradients went by it only on the ranks that have too many."""
-    hoppers.run(compare_too_many, SWITCHES[name], pieces)
 
 
 def forward_and_check(layer: tl.ExpertParallelMoE, x: torch.Tensor) -> None:
@@ -461,7 +452,8 @@ def test_no_room_for_rows(ranks: Ranks, number: int, pieces: bool) -> None:
     assert found == ["RuntimeError"] + ["PeerError"] * (ranks.num_ranks - 1)
 
 
-def too_many_tokens(context: RankContext) -> None:
+@on_ranks
+def test_too_many_tokens_are_too_many_in_pieces_too(context: RankContext) -> None:
     (layer,) = layers_of(context, 1)
     x = torch.randn(max(TOKENS) + 1, HIDDEN, device=context.device).to(torch.bfloat16)
     with forced(pieces=True), pytest.raises(tl.ShapeMismatch, match=f"max_tokens_per_rank={max(TOKENS) + 1}"):
@@ -469,11 +461,8 @@ def too_many_tokens(context: RankContext) -> None:
     layer.comm.close()
 
 
-def test_too_many_tokens_are_too_many_in_pieces_too(ranks: Ranks) -> None:
-    ranks.run(too_many_tokens)
-
-
-def freeze_w1(context: RankContext) -> None:
+@on_ranks
+def test_rows_are_kept_for_the_gradient_of_w1_alone(context: RankContext) -> None:
     (layer,) = layers_of(context, 1)
     x = torch.randn(64, HIDDEN, device=context.device).to(torch.bfloat16).requires_grad_()
     kept = {each.name for each in layer.saved_activations(x)}
@@ -483,7 +472,3 @@ def freeze_w1(context: RankContext) -> None:
     assert layer.experts.w1.grad is None
     assert layer.experts.w2.grad is not None
     layer.comm.close()
-
-
-def test_rows_are_kept_for_the_gradient_of_w1_alone(ranks: Ranks) -> None:
-    ranks.run(freeze_w1)

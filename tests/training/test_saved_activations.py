@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import tokenloom as tl
-from tests.conftest import Ranks
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.saved_activations import saved_tensors
 
@@ -21,7 +21,9 @@ def test_storages_are_counted_once_and_whole() -> None:
     assert "96" in str(found)
 
 
-def check_layer(context: RankContext) -> None:
+@on_ranks
+def test_rows_and_pre_activations_are_all_that_is_wide(context: RankContext) -> None:
+    """Not outputs, not activations, and no copy of x in float32 for the router."""
     hidden, intermediate, top_k, tokens = 64, 96, 2, 200
     layer = tl.ExpertParallelMoE(
         context.group,
@@ -46,8 +48,3 @@ def check_layer(context: RankContext) -> None:
     assert rest <= (tokens + rows.shape[0]) * 8 * (8 + 4 * top_k) + 4096
     assert all(each.num_bytes <= rows.num_bytes for each in found[2:])
     layer.comm.close()
-
-
-def test_rows_and_pre_activations_are_all_that_is_wide(ranks: Ranks) -> None:
-    """Not outputs, not activations, and no copy of x in float32 for the router."""
-    ranks.run(check_layer)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 import tokenloom as tl
 from tests.conftest import GROUP_SIZES, Ranks
 from tests.support.layer_cases import HIDDEN, NUM_EXPERTS, LayerCase, assert_near, make_inputs, make_layer
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.shards import local_part
 
@@ -40,18 +41,15 @@ def test_no_checkpoint_without_masked_ranks(ranks: Ranks) -> None:
     ranks.run(gather_without_the_last)
 
 
-def gather_parts(context: RankContext) -> None:
+@on_ranks
+def test_no_checkpoint_of_parts(context: RankContext) -> None:
+    """Where something has cut experts once more, a rank has but a part of its own."""
     layer = make_layer(replace(CASE, dtype=FP32), context.group)
     assert context.group is not None
     mesh = DeviceMesh.from_group(context.group, context.device.type)
     layer.experts.w1 = nn.Parameter(DTensor.from_local(layer.experts.w1.detach().to_local()[:1], mesh, [Shard(0)]))
     with pytest.raises(tl.InvalidArgument, match="1 weights of experts are not in the state dict"):
         tl.gather_state_dict(layer)
-
-
-def test_no_checkpoint_of_parts(ranks: Ranks) -> None:
-    """Where something has cut experts once more, a rank has but a part of its own."""
-    ranks.run(gather_parts)
 
 
 class Block(nn.Module):
@@ -167,7 +165,8 @@ def test_a_checkpoint_of_any_number_of_ranks_loads_on_any_other(ranks: Ranks, dt
             assert_near(again, first, dtype, f"outputs of {num_ranks} ranks")
 
 
-def look_at_shards(context: RankContext) -> None:
+@on_ranks
+def test_which_experts_a_rank_keeps(context: RankContext) -> None:
     model = make_model(context, CASE, seed=1)
     full = tl.gather_state_dict(model)
     layer = model[1].moe
@@ -197,11 +196,8 @@ def look_at_shards(context: RankContext) -> None:
     assert layer.router_weight.abs().sum() > 0  # the dict owns its tensors
 
 
-def test_which_experts_a_rank_keeps(ranks: Ranks) -> None:
-    ranks.run(look_at_shards)
-
-
-def gather_plain_layer(context: RankContext) -> None:
+@on_ranks
+def test_a_layer_by_itself(context: RankContext) -> None:
     """The module is the layer itself: names have no prefix."""
     layer = make_layer(CASE, context.group)
     full = tl.gather_state_dict(layer)
@@ -212,21 +208,14 @@ def gather_plain_layer(context: RankContext) -> None:
     assert_same(tl.gather_state_dict(layer), full)
 
 
-def test_a_layer_by_itself(ranks: Ranks) -> None:
-    ranks.run(gather_plain_layer)
-
-
-def gather_tied(context: RankContext) -> None:
+@on_ranks
+def test_a_layer_under_two_names(context: RankContext) -> None:
     """One layer under two names, as models that share layers have it: both names are sharded."""
     layer = make_layer(CASE, context.group)
     model = nn.ModuleDict({"first": layer, "again": layer})
     full = tl.gather_state_dict(model)
     assert full["first.experts.w1"].shape[0] == full["again.experts.w1"].shape[0] == NUM_EXPERTS
     model.load_state_dict(tl.shard_state_dict(model, full))
-
-
-def test_a_layer_under_two_names(ranks: Ranks) -> None:
-    ranks.run(gather_tied)
 
 
 def test_another_number_of_experts_is_named() -> None:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import tokenloom as tl
 from tests.conftest import NUM_GPUS, Ranks
 from tests.support.layer_cases import HIDDEN, NUM_EXPERTS, LayerCase, make_layer
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training import torch_compile
 from tokenloom.training.shards import local_part
@@ -214,7 +215,11 @@ def test_options_of_the_layer(case: LayerCase) -> None:
     assert_same_bits(step(torch.compile(model, fullgraph=True, backend="aot_eager"), model, x), step(model, model, x))
 
 
-def train_data_parallel(context: RankContext, inside: bool) -> None:
+@on_ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [True, False], ids=["layer_in_ddp", "ddp_compiled"])
+@on_groups_of(2)
+def test_data_parallel(context: RankContext, inside: bool) -> None:
     """Two steps, eager and compiled: DDP reduces what is replicated, the layer has reduced its experts."""
     torch._dynamo.reset()
     trained = []
@@ -239,13 +244,6 @@ def train_data_parallel(context: RankContext, inside: bool) -> None:
         trained.append([parameter.detach().clone() for parameter in model.parameters()])
         layer.comm.close()
     assert_same_bits(trained[1], trained[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("inside", [True, False], ids=["layer_in_ddp", "ddp_compiled"])
-@on_groups_of(2)
-def test_data_parallel(ranks: Ranks, inside: bool) -> None:
-    ranks.run(train_data_parallel, inside)
 
 
 @pytest.mark.slow
@@ -559,17 +557,14 @@ def test_a_weight_that_is_computed_is_refused() -> None:
         run(x)
 
 
-def refuse_on_one_rank(context: RankContext) -> None:
+@on_ranks
+@on_groups_of(2)
+def test_the_other_ranks_hear_of_a_weight_that_is_computed(context: RankContext) -> None:
     layer, x = make_layer(CASE, context.group), torch.randn(3, HIDDEN, device=context.device)
     if context.rank == 0:
         prune.custom_from_mask(layer.experts, "w2", torch.ones_like(layer.experts.w2))  # others are collective
     with pytest.raises(tl.InvalidArgument if context.rank == 0 else tl.PeerError, match="w2 is no parameter"):
         torch.compile(layer, backend="aot_eager")(x)
-
-
-@on_groups_of(2)
-def test_the_other_ranks_hear_of_a_weight_that_is_computed(ranks: Ranks) -> None:
-    ranks.run(refuse_on_one_rank)
 
 
 def test_wrong_input_has_its_named_error() -> None:

@@ -31,6 +31,7 @@ from tests.support.layer_cases import (
     make_layer,
     short,
 )
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 
 pytestmark = pytest.mark.slow_on(4)
@@ -262,7 +263,9 @@ def fully_sharded(context: RankContext, unit_per_layer: bool, **options: Any) ->
     return model
 
 
-def reset_beside_fsdp(context: RankContext) -> None:
+@on_ranks
+def test_seeds_beside_fsdp(context: RankContext) -> None:
+    """Sharded first, and then drawn, as models that were on the meta device are."""
     model, whole = fully_sharded(context, True), Model(context.group, CASE)
     for number, layers in enumerate(zip(model.layers, whole.layers, strict=True)):
         for layer in layers:
@@ -275,24 +278,18 @@ def reset_beside_fsdp(context: RankContext) -> None:
             )
 
 
-def test_seeds_beside_fsdp(ranks: Ranks) -> None:
-    """Sharded first, and then drawn, as models that were on the meta device are."""
-    ranks.run(reset_beside_fsdp)
-
-
-def train_beside_fsdp(context: RankContext, name: str, unit_per_layer: bool) -> None:
+@on_ranks
+@pytest.mark.parametrize("name", ["plain", "checkpoint"])
+@pytest.mark.parametrize("unit_per_layer", [False, True], ids=["one_unit", "unit_per_layer"])
+def test_fsdp_around_the_dense_part(context: RankContext, name: str, unit_per_layer: bool) -> None:
     full = tl.gather_state_dict(Model(context.group, CASE))
     model = fully_sharded(context, unit_per_layer, **PROGRAMS[name])
     train_two_steps(context, model, model, full, CASE)
 
 
-@pytest.mark.parametrize("name", ["plain", "checkpoint"])
-@pytest.mark.parametrize("unit_per_layer", [False, True], ids=["one_unit", "unit_per_layer"])
-def test_fsdp_around_the_dense_part(ranks: Ranks, name: str, unit_per_layer: bool) -> None:
-    ranks.run(train_beside_fsdp, name, unit_per_layer)
-
-
-def save_and_load_beside_fsdp(context: RankContext) -> None:
+@on_ranks
+def test_checkpoints_beside_fsdp(context: RankContext) -> None:
+    """torch's tools gather and distribute experts like what FSDP has sharded."""
     model = fully_sharded(context, True)
     options = StateDictOptions(full_state_dict=True)
     before = {name: value.clone() for name, value in get_model_state_dict(model, options=options).items()}
@@ -308,11 +305,6 @@ def save_and_load_beside_fsdp(context: RankContext) -> None:
     after = get_model_state_dict(model, options=options)
     for name, value in before.items():
         assert torch.equal(after[name].cpu(), value.cpu()), name
-
-
-def test_checkpoints_beside_fsdp(ranks: Ranks) -> None:
-    """torch's tools gather and distribute experts like what FSDP has sharded."""
-    ranks.run(save_and_load_beside_fsdp)
 
 
 # -- DeviceMesh ---------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import tokenloom as tl
 from tests.cli.borrowed import borrowed
 from tests.conftest import Ranks
 from tests.support.defaults import caller_default
+from tests.support.on_ranks import on_ranks
 from tokenloom.backends.collective import CollectiveBackend
 from tokenloom.backends.seam import CombineKind, DispatchKind
 from tokenloom.bench import tune
@@ -349,15 +350,12 @@ def test_rank_0_decides(ranks: Ranks, tmp_path: Path, rank0s: tl.Strategy | None
     assert found == [rank0s or tl.Strategy()] * ranks.num_ranks
 
 
-def disagree(context: RankContext) -> None:
+@on_ranks
+def test_a_hand_written_choice_is_everybodys(context: RankContext) -> None:
+    """Even the default: without a strategy the others would go by what is on a disk."""
     if context.num_ranks > 1:
         with pytest.raises(tl.PlanMismatch, match="strategy"):
             make_layer(context.group, device=context.device, strategy=None if context.rank else tl.Strategy())
-
-
-def test_a_hand_written_choice_is_everybodys(ranks: Ranks) -> None:
-    """Even the default: without a strategy the others would go by what is on a disk."""
-    ranks.run(disagree)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext, RankPool
 
 HIDDEN, WIDTH, EXPERTS = 32, 48, 8
@@ -161,13 +162,10 @@ def test_four_experts_of_a_token(group: RankPool, backend: str) -> None:
     group.run(compare, backend, 4, False)
 
 
+@on_ranks("group")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_with_other_batches(group: RankPool, backend: str) -> None:
+def test_ranks_with_other_batches(context: RankContext, backend: str) -> None:
     """Ranks differ in their tokens: each has what a layer with all experts on every rank would give it."""
-    group.run(compare_with_ragged, backend)
-
-
-def compare_with_ragged(context: RankContext, backend: str) -> None:
     prepare(context)
     layer = make_layer(context, backend, 2)
     tokens = (4, 9, 1, 6)

@@ -21,6 +21,7 @@ from tests.compat.deep_ep.cases import (
 )
 from tests.conftest import Ranks
 from tests.support.cases import FP8, FP32, Case, Problem, same_bits, same_bytes
+from tests.support.on_ranks import on_ranks
 from tokenloom import reference
 from tokenloom.compat import deep_ep
 from tokenloom.compat.deep_ep.ep_handle import EPHandle
@@ -64,19 +65,16 @@ def row_weights(problem: Problem, wants: list[reference.Routed]) -> list[torch.T
     return found
 
 
+@on_ranks
 @pytest.mark.sampled(5)
 @each_case
 @each_form
 @each_sync
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["", "async"])
-def test_dispatch_and_combine(ranks: Ranks, case: Case, expanded: bool, reads: bool, asynchronous: bool) -> None:
-    """Rows, ids, weights, handle; then sums of rows and weights; then other rows and weights to the same places."""
-    ranks.run(check_dispatch_and_combine, case, expanded, reads, asynchronous)
-
-
-def check_dispatch_and_combine(
+def test_dispatch_and_combine(
     context: RankContext, case: Case, expanded: bool, reads: bool, asynchronous: bool
 ) -> None:
+    """Rows, ids, weights, handle; then sums of rows and weights; then other rows and weights to the same places."""
     problem, me, plan = finite(problem_of(case, context)), context.rank, problem_of(case, context).plan
     wants = reference_of(problem, expanded)
     want, rows = wants[me], len(wants[me].tokens)
@@ -185,14 +183,11 @@ def check_handle(
     assert handle.recv_src_metadata is per_rank
 
 
+@on_ranks
 @each_form
 @pytest.mark.parametrize("scales", ["float32", "columns", "packed"])
-def test_fp8(ranks: Ranks, expanded: bool, scales: str) -> None:
+def test_fp8(context: RankContext, expanded: bool, scales: str) -> None:
     """Scales arrive by row, or by column as TMA takes them."""
-    ranks.run(check_fp8, expanded, scales)
-
-
-def check_fp8(context: RankContext, expanded: bool, scales: str) -> None:
     problem, me = problem_of(replace(CASE, dtype=FP8, hidden=512), context), context.rank
     assert problem.scales is not None
     if scales == "packed":
@@ -219,12 +214,9 @@ def check_fp8(context: RankContext, expanded: bool, scales: str) -> None:
         same_bytes(got, want.scales, "recv_scales again")
 
 
-def test_batches_grow(ranks: Ranks) -> None:
+@on_ranks
+def test_batches_grow(context: RankContext) -> None:
     """Where neither the buffer nor the call says M, any number of tokens will do, if the host reads counts."""
-    ranks.run(check_growth)
-
-
-def check_growth(context: RankContext) -> None:
     buffer = deep_ep.ElasticBuffer(context.group)
     for seed, tokens in enumerate(((2, 1), (1, 40), (70, 1), (0,))):
         problem = problem_of(replace(CASE, tokens=tokens, seed=seed), context)
@@ -246,13 +238,10 @@ def check_growth(context: RankContext) -> None:
     same_bytes(x, problem.dispatched("token")[context.rank].tokens, "recv_x")
 
 
+@on_ranks
 @pytest.mark.parametrize("copied", [True, False])
-def test_ids_of_the_handle(ranks: Ranks, copied: bool) -> None:
+def test_ids_of_the_handle(context: RankContext, copied: bool) -> None:
     """They are a copy, unless the client says that its own stay as they are."""
-    ranks.run(check_ids, copied)
-
-
-def check_ids(context: RankContext, copied: bool) -> None:
     problem = finite(problem_of(CASE, context))
     given = arguments(problem, context)
     handle = made(context).dispatch(**given, do_handle_copy=copied)[3]
@@ -260,11 +249,8 @@ def check_ids(context: RankContext, copied: bool) -> None:
     same_bytes(handle.topk_idx, problem.topk_ids[context.rank], "topk_idx")
 
 
-def test_bias(ranks: Ranks) -> None:
-    ranks.run(check_bias)
-
-
-def check_bias(context: RankContext) -> None:
+@on_ranks
+def test_bias(context: RankContext) -> None:
     problem, me = problem_of(CASE, context), context.rank
     wants = problem.dispatched("expert")
     buffer = made(context)
@@ -404,11 +390,8 @@ def check_growth_beside_a_fault(context: RankContext) -> None:
 # -- what clients ask for ---------------------------------------------------------------------------------------
 
 
-def test_what_clients_ask_for(ranks: Ranks) -> None:
-    ranks.run(check_questions)
-
-
-def check_questions(context: RankContext) -> None:
+@on_ranks
+def test_what_clients_ask_for(context: RankContext) -> None:
     buffer = deep_ep.ElasticBuffer(
         group=context.group,
         num_max_tokens_per_rank=64,

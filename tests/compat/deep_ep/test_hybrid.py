@@ -20,6 +20,7 @@ from tests.compat.deep_ep.cases import (
 )
 from tests.conftest import Ranks
 from tests.support.cases import FP8, FP32, Case, Problem, same_bits, same_bytes
+from tests.support.on_ranks import on_ranks
 from tokenloom import reference
 from tokenloom.compat import deep_ep
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed
@@ -90,11 +91,8 @@ def row_probs(problem: Problem, want: reference.Routed) -> torch.Tensor:
     return found
 
 
-def test_indices_to_map(ranks: Ranks) -> None:
-    ranks.run(check_maps)
-
-
-def check_maps(context: RankContext) -> None:
+@on_ranks
+def test_indices_to_map(context: RankContext) -> None:
     problem = problem_of(CASE, context)
     _, ids, weights = problem.arguments(context)
     routing_map, probs = indices_to_map(ids, weights, len(ids), problem.plan.num_experts)
@@ -118,16 +116,13 @@ def test_probs_of_ids_that_are_too_big() -> None:
     assert found[0, 0] == 0.75
 
 
+@on_ranks
 @pytest.mark.sampled(4)
 @each_case
 @pytest.mark.parametrize("by_map", [True, False], ids=["maps", "ids"])
 @pytest.mark.parametrize("alignment", [None, ALIGNMENT])
-def test_dispatch_and_combine(ranks: Ranks, case: Case, by_map: bool, alignment: int | None) -> None:
+def test_dispatch_and_combine(context: RankContext, case: Case, by_map: bool, alignment: int | None) -> None:
     """Rows, probs, counts; sums of rows and dense probs; other rows and probs to the same places."""
-    ranks.run(check_dispatch_and_combine, case, by_map, alignment)
-
-
-def check_dispatch_and_combine(context: RankContext, case: Case, by_map: bool, alignment: int | None) -> None:
     problem, me = sorted_routes(finite(problem_of(case, context))), context.rank
     plan = problem.plan
     wants = problem.dispatched("expert", alignment=alignment or 1)
@@ -185,12 +180,9 @@ def check_dispatch_and_combine(context: RankContext, case: Case, by_map: bool, a
     same_bytes(probs, row_probs(others, again), "probs again")
 
 
-def test_without_host_read(ranks: Ranks) -> None:
+@on_ranks
+def test_without_host_read(context: RankContext) -> None:
     """A fixed number of rows, with counts on the device; what does not fit is an error, at the next call."""
-    ranks.run(check_bounded)
-
-
-def check_bounded(context: RankContext) -> None:
     problem, me = sorted_routes(finite(problem_of(replace(CASE, unused=0.0), context))), context.rank
     wants = problem.dispatched("expert", alignment=ALIGNMENT)
     want, most = wants[me], max(len(each.tokens) for each in wants)
@@ -214,14 +206,11 @@ def check_bounded(context: RankContext) -> None:
         comms[0].check()
 
 
+@on_ranks
 @pytest.mark.parametrize("at_each_call", [False, True], ids=["buffer", "call"])
-def test_room_without_host_read(ranks: Ranks, at_each_call: bool) -> None:
+def test_room_without_host_read(context: RankContext, at_each_call: bool) -> None:
     """Nobody waits to hear that a rank needs more room, so there is as much as the client said, from the first call
     on: when it made the buffer, or at each call."""
-    ranks.run(check_room, at_each_call)
-
-
-def check_room(context: RankContext, at_each_call: bool) -> None:
     few, many = (
         sorted_routes(finite(problem_of(replace(CASE, tokens=tokens), context))) for tokens in ((2, 1), (1, 40))
     )
@@ -239,12 +228,9 @@ def check_room(context: RankContext, at_each_call: bool) -> None:
     assert len(set(used)) == 1, "no rank made another communicator"
 
 
-def test_maps_that_grow(ranks: Ranks) -> None:
+@on_ranks
+def test_maps_that_grow(context: RankContext) -> None:
     """The most experts of a token, and the most tokens, are found as they come, on any rank first."""
-    ranks.run(check_growth)
-
-
-def check_growth(context: RankContext) -> None:
     buffer = None
     kept = []
     for seed, (tokens, top_k) in enumerate((((2, 3), 1), ((1, 2), 4), ((0, 70), 2), ((5,), 8))):
@@ -272,11 +258,8 @@ def check_growth(context: RankContext) -> None:
         same_bits(out, outs[context.rank], "combined")
 
 
-def test_fp8(ranks: Ranks) -> None:
-    ranks.run(check_fp8)
-
-
-def check_fp8(context: RankContext) -> None:
+@on_ranks
+def test_fp8(context: RankContext) -> None:
     problem = sorted_routes(problem_of(replace(CASE, dtype=FP8, hidden=256), context))
     want = problem.dispatched("expert", alignment=ALIGNMENT)[context.rank]
     buffer = made(context, problem)
@@ -360,22 +343,16 @@ def check_combine_fault(context: RankContext, index: int) -> None:
     buffer.combine_with_unpermute(**good)
 
 
-def test_calls_without_permute_are_refused(ranks: Ranks) -> None:
-    ranks.run(check_refused)
-
-
-def check_refused(context: RankContext) -> None:
+@on_ranks
+def test_calls_without_permute_are_refused(context: RankContext) -> None:
     buffer = made(context, problem_of(CASE, context))
     for name in ("dispatch", "combine"):
         with pytest.raises(NotServed, match=f"HybridEPBuffer.{name} is not served"):
             getattr(buffer, name)()
 
 
-def test_maps_with_too_many_experts(ranks: Ranks) -> None:
-    ranks.run(check_too_many)
-
-
-def check_too_many(context: RankContext) -> None:
+@on_ranks
+def test_maps_with_too_many_experts(context: RankContext) -> None:
     buffer = deep_ep.HybridEPBuffer(context.group, 8, 4, 40)
     routing_map = torch.ones(1, 40 * context.num_ranks, dtype=torch.bool, device=context.device)
     with pytest.raises(NotServed, match="a token with"):

@@ -20,6 +20,7 @@ from tests.compat.deep_ep.cases import (
 from tests.conftest import Ranks
 from tests.support import emulator
 from tests.support.cases import FP32, Case, Problem, same_bits, same_bytes
+from tests.support.on_ranks import on_ranks
 from tests.support.patience import with_late
 from tokenloom import reference
 from tokenloom.compat import deep_ep
@@ -79,17 +80,14 @@ def same_places(got: torch.Tensor, want: torch.Tensor, counts: list[int], what: 
         same_bytes(packed(got[expert, :count]), packed(want[expert, :count]), what)
 
 
+@on_ranks
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("options", "wanted"), FORMATS)
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
-def test_dispatch_and_combine(ranks: Ranks, case: Case, options: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Rows, scales and their strides, counts, statistics, the handle; then weighted sums. In every mode."""
-    ranks.run(check_dispatch_and_combine, case, options, wanted)
-
-
-def check_dispatch_and_combine(
+def test_dispatch_and_combine(
     context: RankContext, case: Case, options: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
+    """Rows, scales and their strides, counts, statistics, the handle; then weighted sums. In every mode."""
     problem, me, num_ranks = problem_of(case, context), context.rank, context.num_ranks
     plan, places = problem.plan, context.num_ranks * MOST
     wants = problem.dispatched("slots", capacity=places, **wanted)
@@ -137,12 +135,9 @@ def check_handle(handle: Any, want: reference.Routed, num_ranks: int, problem: P
     same_bytes(ranges, torch.tensor(expected, dtype=torch.int64), "layout_range")
 
 
-def test_two_micro_batches_in_turns(ranks: Ranks) -> None:
+@on_ranks
+def test_two_micro_batches_in_turns(context: RankContext) -> None:
     """Two batches are under way at once, as in dual-batch overlap: hooks are called while the other is open."""
-    ranks.run(check_in_turns)
-
-
-def check_in_turns(context: RankContext) -> None:
     problems = [finite(problem_of(replace(CASE, seed=seed, dtype=FP32), context)) for seed in (0, 1)]
     me, plan = context.rank, problems[0].plan
     buffer = deep_ep.Buffer(context.group, low_latency_mode=True)
@@ -165,13 +160,10 @@ def check_in_turns(context: RankContext) -> None:
         same_bits(out, outs[me], "combined_x")
 
 
+@on_ranks
 @pytest.mark.parametrize("mode", MODES)
-def test_a_third_live_result(ranks: Ranks, mode: str) -> None:
+def test_a_third_live_result(context: RankContext, mode: str) -> None:
     """Upstream has room for two. Here results are the client's own: any number lives, and combines in any order."""
-    ranks.run(check_live_results, mode)
-
-
-def check_live_results(context: RankContext, mode: str) -> None:
     problems = [finite(problem_of(replace(DECODE, seed=seed), context)) for seed in range(4)]
     me, plan, places = context.rank, problems[0].plan, context.num_ranks * MOST
     buffer = deep_ep.Buffer(context.group, low_latency_mode=True)
@@ -197,12 +189,9 @@ def check_live_results(context: RankContext, mode: str) -> None:
         same_bits(out, outs[me], "combined_x")
 
 
-def test_a_third_hook(ranks: Ranks) -> None:
+@on_ranks
+def test_a_third_hook(context: RankContext) -> None:
     """Two calls may wait for their hooks. A third is refused by name, on all ranks alike, and all works on."""
-    ranks.run(check_third_hook)
-
-
-def check_third_hook(context: RankContext) -> None:
     problem = finite(problem_of(DECODE, context))
     want = problem.dispatched("slots", capacity=context.num_ranks * MOST)[context.rank]
     buffer = deep_ep.Buffer(context.group, low_latency_mode=True)
@@ -224,12 +213,9 @@ def check_third_hook(context: RankContext) -> None:
         same_places(recv_x, want.tokens, want.expert_counts, "recv_x")
 
 
-def test_zero_copy(ranks: Ranks) -> None:
+@on_ranks
+def test_zero_copy(context: RankContext) -> None:
     """The experts' rows are written to the buffer's own room, which combine reads whatever x is."""
-    ranks.run(check_zero_copy)
-
-
-def check_zero_copy(context: RankContext) -> None:
     problem, me = problem_of(DECODE, context), context.rank
     wants = problem.dispatched("slots", capacity=context.num_ranks * MOST)
     buffer = deep_ep.Buffer(context.group, low_latency_mode=True)
@@ -243,12 +229,9 @@ def check_zero_copy(context: RankContext) -> None:
     same_bits(out, reference.combine(problem.plan, ys, wants, problem.topk_ids, problem.topk_weights)[me], "out")
 
 
-def test_one_buffer_for_both_modes(ranks: Ranks) -> None:
+@on_ranks
+def test_one_buffer_for_both_modes(context: RankContext) -> None:
     """SGLang has one for prefill and decode, cleans it between them, and its batches grow."""
-    ranks.run(check_both_modes)
-
-
-def check_both_modes(context: RankContext) -> None:
     buffer = deep_ep.Buffer(context.group, 1 << 20, 1 << 20, low_latency_mode=True)
     for seed, most in enumerate((8, 3, 64)):
         tokens = min(most, 6), 0, 2
@@ -361,11 +344,8 @@ def check_combine_fault(context: RankContext, index: int) -> None:
     buffer.low_latency_combine(**good)
 
 
-def test_a_hook_comes_before_its_handle(ranks: Ranks) -> None:
-    ranks.run(check_hook_first)
-
-
-def check_hook_first(context: RankContext) -> None:
+@on_ranks
+def test_a_hook_comes_before_its_handle(context: RankContext) -> None:
     problem = problem_of(DECODE, context)
     buffer = deep_ep.Buffer(context.group)
     x, ids, weights = problem.arguments(context)
@@ -386,11 +366,8 @@ def check_hook_first(context: RankContext) -> None:
 # -- what clients ask for ---------------------------------------------------------------------------------------
 
 
-def test_sizes_and_local_tensors(ranks: Ranks) -> None:
-    ranks.run(check_local_tensors)
-
-
-def check_local_tensors(context: RankContext) -> None:
+@on_ranks
+def test_sizes_and_local_tensors(context: RankContext) -> None:
     buffer = deep_ep.Buffer(context.group, low_latency_mode=True)
     by_name = {"num_max_dispatch_tokens_per_rank": 128, "hidden": 7168, "num_ranks": 8, "num_experts": 256}
     hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(**by_name)
@@ -403,11 +380,8 @@ def check_local_tensors(context: RankContext) -> None:
 # -- ranks that are gone ----------------------------------------------------------------------------------------
 
 
-def test_masks_need_shrink(ranks: Ranks) -> None:
-    ranks.run(check_masks_need_shrink)
-
-
-def check_masks_need_shrink(context: RankContext) -> None:
+@on_ranks
+def test_masks_need_shrink(context: RankContext) -> None:
     buffer = deep_ep.Buffer(context.group)
     status = torch.zeros(context.num_ranks, dtype=torch.int32)
     for call in (

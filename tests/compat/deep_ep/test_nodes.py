@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.compat.deep_ep.cases import CASE, finite, laid_out, problem_of, rows_to_combine
-from tests.conftest import Ranks
 from tests.support.cases import BF16, FP32, same_bits, same_bytes
+from tests.support.on_ranks import on_ranks
 from tokenloom import reference
 from tokenloom.compat import deep_ep
 from tokenloom.compat.deep_ep.config import nodes_of
@@ -38,12 +38,9 @@ def test_nodes_that_clients_count_with(num_ranks: int, ranks_per_node: int | Non
     assert nodes_of(num_ranks, ranks_per_node) == nodes
 
 
-def test_normal_mode(four: Ranks) -> None:
+@on_ranks("four")
+def test_normal_mode(context: RankContext) -> None:
     """Layout, dispatch, handle, a cached dispatch, and combine with weights, as upstream's own test looks at them."""
-    four.run(check_normal_mode)
-
-
-def check_normal_mode(context: RankContext) -> None:
     problem, me = finite(problem_of(CASE, context)), context.rank
     wanted, ids = problem.dispatched("token"), problem.topk_ids[me]
     with nodes_of_two():
@@ -84,12 +81,9 @@ def check_normal_mode(context: RankContext) -> None:
     same_bytes(again, 2 * want.tokens, "recv_x, cached")
 
 
-def test_what_is_refused(four: Ranks) -> None:
+@on_ranks("four")
+def test_what_is_refused(context: RankContext) -> None:
     """Counts for other nodes, and calls between nodes on one."""
-    four.run(check_refused)
-
-
-def check_refused(context: RankContext) -> None:
     problem = problem_of(CASE, context)
     with nodes_of_two():
         buffer = deep_ep.Buffer(context.group)
@@ -106,12 +100,9 @@ def check_refused(context: RankContext) -> None:
         one.internode_combine(torch.zeros(1, 128), handle)
 
 
-def test_other_modes(four: Ranks) -> None:
+@on_ranks("four")
+def test_other_modes(context: RankContext) -> None:
     """Low latency and ElasticBuffer: the same bits as on one node, with a row per node on the network."""
-    four.run(check_other_modes)
-
-
-def check_other_modes(context: RankContext) -> None:
     problem = finite(problem_of(CASE, context))
     x, ids, weights = problem.arguments(context)
     found = []

@@ -22,6 +22,7 @@ from tests.compat.deep_ep.cases import (
 from tests.conftest import Ranks
 from tests.support import emulator
 from tests.support.cases import BF16, FP8, FP32, Case, same_bits, same_bytes
+from tests.support.on_ranks import on_ranks
 from tokenloom import reference
 from tokenloom.compat import deep_ep
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed
@@ -35,13 +36,10 @@ EMULATED = True
 # -- layout -----------------------------------------------------------------------------------------------------
 
 
+@on_ranks
 @each_case
-def test_layout(ranks: Ranks, case: Case) -> None:
+def test_layout(context: RankContext, case: Case) -> None:
     """Counts and the mask, from ids."""
-    ranks.run(check_layout, case)
-
-
-def check_layout(context: RankContext, case: Case) -> None:
     problem = problem_of(case, context)
     plan, ids = problem.plan, problem.topk_ids[context.rank]
     buffer = deep_ep.Buffer(context.group)
@@ -62,12 +60,9 @@ def check_layout(context: RankContext, case: Case) -> None:
     assert event.event is None
 
 
-def test_layout_of_ids_that_are_too_big(ranks: Ranks) -> None:
+@on_ranks
+def test_layout_of_ids_that_are_too_big(context: RankContext) -> None:
     """They are no routes, as for kernels: counting them would be a fault of the GPU, which ends the program."""
-    ranks.run(check_big_ids)
-
-
-def check_big_ids(context: RankContext) -> None:
     num_experts = 3 * context.num_ranks
     ids = torch.tensor([[num_experts, 0], [-1, 10**6], [num_experts - 1, -9]], device=context.device)
     per_rank, _, per_expert, in_rank, _ = deep_ep.Buffer(context.group).get_dispatch_layout(ids, num_experts)
@@ -83,14 +78,11 @@ def check_big_ids(context: RankContext) -> None:
 # -- dispatch and combine ---------------------------------------------------------------------------------------
 
 
+@on_ranks
 @each_case
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["", "async"])
-def test_dispatch_and_combine(ranks: Ranks, case: Case, asynchronous: bool) -> None:
+def test_dispatch_and_combine(context: RankContext, case: Case, asynchronous: bool) -> None:
     """Rows, ids, weights, counts; then sums of rows and of weights, with every option of streams that clients use."""
-    ranks.run(check_dispatch_and_combine, case, asynchronous)
-
-
-def check_dispatch_and_combine(context: RankContext, case: Case, asynchronous: bool) -> None:
     problem, me = problem_of(case, context), context.rank
     wanted = problem.dispatched("token")
     buffer = deep_ep.Buffer(context.group, 1 << 20, 0)
@@ -139,12 +131,9 @@ def check_dispatch_and_combine(context: RankContext, case: Case, asynchronous: b
     assert home is None
 
 
-def test_cached_layout(ranks: Ranks) -> None:
+@on_ranks
+def test_cached_layout(context: RankContext) -> None:
     """Other rows of the same tokens go where the first ones went; ids may have changed meanwhile."""
-    ranks.run(check_cached)
-
-
-def check_cached(context: RankContext) -> None:
     problem, me = finite(problem_of(CASE, context)), context.rank
     others = replace(problem, xs=[x * 2 for x in problem.xs])
     want = others.dispatched("token")[me]
@@ -164,14 +153,11 @@ def check_cached(context: RankContext) -> None:
     assert len(out) == len(problem.xs[me])
 
 
+@on_ranks
 @pytest.mark.parametrize("scales", ["float32", "columns", "packed", "few"])
 @pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
-def test_fp8(ranks: Ranks, scales: str, cached: bool) -> None:
+def test_fp8(context: RankContext, scales: str, cached: bool) -> None:
     """Scales of any strides, in either dtype, of any width, arrive row-major beside their rows."""
-    ranks.run(check_fp8, scales, cached)
-
-
-def check_fp8(context: RankContext, scales: str, cached: bool) -> None:
     problem, me = problem_of(replace(CASE, dtype=FP8, hidden=512), context), context.rank
     assert problem.scales is not None
     given = problem.scales
@@ -197,12 +183,9 @@ def check_fp8(context: RankContext, scales: str, cached: bool) -> None:
     assert recv_scales.is_contiguous()
 
 
-def test_worst_case_rows(ranks: Ranks) -> None:
+@on_ranks
+def test_worst_case_rows(context: RankContext) -> None:
     """A fixed number of rows: ids of the tail are -1, nothing is listed, and combine reads no row of the tail."""
-    ranks.run(check_worst_case)
-
-
-def check_worst_case(context: RankContext) -> None:
     problem, me = finite(problem_of(CASE, context)), context.rank
     wanted = problem.dispatched("token")
     want, most = wanted[me], context.num_ranks * 8
@@ -222,13 +205,10 @@ def check_worst_case(context: RankContext) -> None:
     same_bits(home, reference.combine_weights(problem.plan, used, wanted, problem.topk_ids)[me], "weights")
 
 
-def test_more_tokens_than_the_worst_case(ranks: Ranks) -> None:
+@on_ranks
+def test_more_tokens_than_the_worst_case(context: RankContext) -> None:
     """Where nobody waits for counts, a rank with more tokens than its share cannot ask for room: it raises, and the
     others hear of it. Then all works on."""
-    ranks.run(check_more_than_worst)
-
-
-def check_more_than_worst(context: RankContext) -> None:
     problem, more = (problem_of(replace(CASE, tokens=(first, 2, 3, 5)), context) for first in (8, 9))
     buffer = deep_ep.Buffer(context.group)
     good, bad = (laid_out(buffer, each, context) for each in (problem, more))
@@ -250,12 +230,9 @@ def check_more_than_worst(context: RankContext) -> None:
     assert len(buffer.runtime.all()) == 1
 
 
-def test_ranks_without_ids(ranks: Ranks) -> None:
+@on_ranks
+def test_ranks_without_ids(context: RankContext) -> None:
     """A mask alone says where tokens go; counts of experts come from what the client counted."""
-    ranks.run(check_without_ids)
-
-
-def check_without_ids(context: RankContext) -> None:
     problem, me = problem_of(CASE, context), context.rank
     wanted = problem.dispatched("token")
     buffer = deep_ep.Buffer(context.group)
@@ -273,12 +250,9 @@ def check_without_ids(context: RankContext) -> None:
         buffer.combine(y, handle, torch.ones(len(y), context.num_ranks, device=context.device))
 
 
+@on_ranks
 @pytest.mark.parametrize("number", [1, 2])
-def test_bias(ranks: Ranks, number: int) -> None:
-    ranks.run(check_bias, number)
-
-
-def check_bias(context: RankContext, number: int) -> None:
+def test_bias(context: RankContext, number: int) -> None:
     problem, me = problem_of(CASE, context), context.rank
     wanted = problem.dispatched("token")
     buffer = deep_ep.Buffer(context.group)
@@ -294,13 +268,10 @@ def check_bias(context: RankContext, number: int) -> None:
 # -- shapes that change -----------------------------------------------------------------------------------------
 
 
-def test_batches_grow_and_shapes_change(ranks: Ranks) -> None:
+@on_ranks
+def test_batches_grow_and_shapes_change(context: RankContext) -> None:
     """One buffer serves any shape. A rank with more tokens than ever is told by its call, also against one that has
     room; handles from before stay good."""
-    ranks.run(check_growth)
-
-
-def check_growth(context: RankContext) -> None:
     buffer, me = deep_ep.Buffer(context.group), context.rank
     kept = []
     shapes: list[dict[str, Any]] = [
@@ -420,11 +391,8 @@ def check_combine_fault(context: RankContext, index: int) -> None:
 # -- construction and what clients read -------------------------------------------------------------------------
 
 
-def test_construction(ranks: Ranks) -> None:
-    ranks.run(check_construction)
-
-
-def check_construction(context: RankContext) -> None:
+@on_ranks
+def test_construction(context: RankContext) -> None:
     buffer = deep_ep.Buffer(
         context.group, 1 << 20, 1 << 10, low_latency_mode=True, num_qps_per_rank=4, allow_mnnvl=True
     )
@@ -452,11 +420,8 @@ def test_what_is_refused_at_construction() -> None:
         deep_ep.Buffer("world")
 
 
-def test_a_handle_says_what_it_has_not(ranks: Ranks) -> None:
-    ranks.run(check_handle)
-
-
-def check_handle(context: RankContext) -> None:
+@on_ranks
+def test_a_handle_says_what_it_has_not(context: RankContext) -> None:
     buffer = deep_ep.Buffer(context.group)
     handle = buffer.dispatch(**laid_out(buffer, problem_of(CASE, context), context))[4]
     with pytest.raises(NotServed, match="recv_src_idx"):

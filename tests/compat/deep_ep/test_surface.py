@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import Ranks
+from tests.support.on_ranks import on_ranks
 from tokenloom.compat import deep_ep
 from tokenloom.compat.deep_ep.faults import BadCall
 from tokenloom.runtime.processes import RankContext
@@ -341,12 +341,9 @@ def test_signature(path: str) -> None:
     assert {each.name: each.default for each in has if each.name in wanted} == wanted
 
 
-def test_attributes(ranks: Ranks) -> None:
+@on_ranks
+def test_attributes(context: RankContext) -> None:
     """Of objects as clients get them. They are plain: what a client assigns, it reads."""
-    ranks.run(check_attributes)
-
-
-def check_attributes(context: RankContext) -> None:
     elastic = deep_ep.ElasticBuffer(context.group, num_max_tokens_per_rank=4, hidden=16, num_topk=1)
     hybrid = deep_ep.HybridEPBuffer(context.group, 16, 4, 2)
     x = torch.zeros(1, 16, dtype=torch.bfloat16, device=context.device)

@@ -12,6 +12,7 @@ import torch
 
 from tests.integrations.transformers import models
 from tests.integrations.transformers.test_models import FolderOf
+from tests.support.on_ranks import on_ranks
 from tokenloom.errors import InvalidArgument, PeerError, ShapeMismatch
 from tokenloom.runtime.processes import RankContext, RankPool
 
@@ -46,18 +47,15 @@ def test_a_model_that_does_not_run_on_it() -> None:
     assert "no experts of this Identity run on tokenloom; load it with Dist" in describe(torch.nn.Identity())
 
 
-def without_plan(context: RankContext) -> None:
+@on_ranks("pool")
+def test_a_family_without_a_plan(context: RankContext) -> None:
+    """transformers says so itself."""
     transformers = import_module("transformers")
     config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=9)
     model = transformers.LlamaForCausalLM(config)
     distributed = models.distributed("llama", context.num_ranks, "fsdp")
     with pytest.raises(ValueError, match="has no `ep_plan`"):
         model._resolve_parallel_plans(distributed)
-
-
-def test_a_family_without_a_plan(pool: RankPool) -> None:
-    """transformers says so itself."""
-    pool.run(without_plan)
 
 
 def fail(context: RankContext, folder: Any) -> None:

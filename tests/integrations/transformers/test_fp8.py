@@ -13,6 +13,7 @@ import tokenloom as tl
 from tests.conftest import HOPPER
 from tests.integrations.transformers import models
 from tests.integrations.transformers.test_models import FolderOf
+from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext, RankPool
 
 WIDTH = 128
@@ -114,7 +115,9 @@ def test_generation(pool: RankPool, folder: Path) -> None:
         assert 4 + rank < found.shape[1] <= 7 + rank
 
 
-def fail_on_one_rank(context: RankContext, folder: Path) -> None:
+@on_ranks("pool")
+def test_a_fault_of_one_rank(context: RankContext, folder: Path) -> None:
+    """The others hear of it. Otherwise they would run one layer with the next one of this rank."""
     model = models.load(context, folder, models.distributed(folder.name, context.num_ranks, "fsdp", models.FP8))
     first, second = models.experts_of(model).values()
     weights, ids = torch.rand(3, models.EXPERTS, device=context.device).topk(models.TOP_K)
@@ -133,11 +136,6 @@ def fail_on_one_rank(context: RankContext, folder: Path) -> None:
         call()
     with torch.no_grad():
         assert torch.equal(second(hidden, ids, weights), wanted)
-
-
-def test_a_fault_of_one_rank(pool: RankPool, folder: Path) -> None:
-    """The others hear of it. Otherwise they would run one layer with the next one of this rank."""
-    pool.run(fail_on_one_rank, folder)
 
 
 def refuse(context: RankContext, family: str, folder: Path, why: str) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ import pytest
 from tests.conftest import NUM_GPUS
 from tests.integrations.transformers import models
 from tests.integrations.transformers.test_models import FolderOf
+from tests.support.scripts import load_script
 from tokenloom.runtime.processes import RankContext, RankPool
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -61,18 +60,9 @@ def test_one_rank_is_too_few() -> None:
     assert "experts need two ranks to be spread over" in ended.stderr
 
 
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_moe", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def generate_here(context: RankContext, arguments: list[str]) -> dict[str, Any]:
     models.prepare(context)
-    example = load_script()
+    example = load_script(SCRIPT)
     return example.generate(example.parser().parse_args([*arguments, "--new-tokens", "3"]), context.device)
 
 

@@ -10,6 +10,7 @@ from tests.mutations.mutation import M
 JIT = "tests/jit/test_jit.py::test_"
 SAFETY = "tests/jit/test_cache_safety.py::test_"
 TURNS = "tests/jit/test_cache_turns.py::test_"
+ENV = "tests/test_env.py::test_"
 KEY, READ, WRITE = (f"jit.cache:{name}" for name in ("key_of", "_read", "_write"))
 TAKES_A_TURN = """
 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,4 +84,18 @@ WAITS = (
       f"{TURNS}a_disk_without_locks"),
 )
 
-MUTATIONS = KEYS + FILES + WAITS
+FOLDERS = (
+    M("empty-variables-name-folders", "a variable that is set to nothing names a folder", "env:cache_folder",
+      'if xdg: return Path(xdg, "tokenloom")', 'if xdg is not None: return Path(xdg, "tokenloom")',
+      f"{ENV}which_folder_wins"),
+    M("home-as-it-is-written", "a file of settings makes a folder named ~", "env:cache_folder", "_at_home(chosen)",
+      "Path(chosen)", f"{ENV}the_home_folder_in_our_variable"),
+    M("temporary-folders-of-others", "a temporary folder that another user has made is used", "env:_is_ours",
+      "found.st_uid == os.getuid()", "True", f"{ENV}another_user_s_folder_is_not_used"),
+    M("temporary-folders-open-to-all", "a temporary folder that others could fill is used", "env:_is_ours",
+      "not found.st_mode & 0o022", "True", f"{ENV}a_temporary_folder_that_others_could_fill_is_not_used"),
+    M("no-folder-is-an-error", "kernels are not compiled where nothing can be written", "env:cache_folder",
+      'return Path(os.devnull, "tokenloom")', "raise", f"{ENV}no_home_is_no_obstacle"),
+)
+
+MUTATIONS = KEYS + FILES + WAITS + FOLDERS

@@ -50,4 +50,7 @@ MUTATIONS = (
     M("what-layers-share-is-not-shared", "each layer makes communicators of its own",
       f"{PACKAGE}.implementation:shared_of", "options not in found", "True",
       f"{TESTS}test_fp8.py::test_layers_of_a_model", needs="transformers"),
+    M("old-libraries-are-new-enough", "an old transformers is told of by an error of its own, which names no cure",
+      f"{PACKAGE}.requirements:require_transformers", "not found", "False",
+      "tests/integrations/test_requirements.py::test_with_an_old_transformers"),
 )

@@ -7,6 +7,7 @@ from tests.mutations.mutation import M
 # fmt: off
 EXPIRED = "tests/kernels/test_expired_calls.py"
 LAUNCH = "tests/jit/test_launch.py"
+TILES = "tests/kernels/test_expert_tiles.py"
 TURNS = "tests/jit/test_cache_turns.py"
 
 LAUNCHES = (
@@ -60,4 +61,19 @@ EXPIRED_CALLS = (
       f"{EXPIRED}::test_a_barrier_says_whether_it_opened", gpu=True),
 )
 
-MUTATIONS = LAUNCHES + COMPILED_ONCE + EXPIRED_CALLS
+GEMM_TILES = (
+    M("counts-beyond-the-places", "a count above an expert's places runs into those of the next one",
+      "device/roles/expert_tiles.cuh:BoundsInSlots::fill", "min(from[i], places)", "min(from[i], places + 1)",
+      f"{TILES}::test_a_count_above_the_places_stands_for_all_of_them"),
+    M("tiles-are-always-whole", "the last tile of an expert has rows of the next one",
+      "device/roles/expert_tiles.cuh:tile_of", "min(end - row, kTileRows)", "kTileRows",
+      f"{TILES}::test_tiles_cover_each_row_once"),
+    M("empty-experts-have-a-tile", "weights of experts without rows are loaded",
+      "device/roles/expert_tiles.cuh:row_tiles_of", "+ kTileRows - 1", "+ kTileRows",
+      f"{TILES}::test_tiles_cover_each_row_once"),
+    M("traces-of-fewer-tiles", "kernels write traces of more tiles than Python makes room for",
+      "kernels.gemm.launch:TRACED_TILES", "128", "64",
+      "tests/kernels/test_roles.py::test_numbers_are_the_same_on_both_sides"),
+)
+
+MUTATIONS = LAUNCHES + COMPILED_ONCE + EXPIRED_CALLS + GEMM_TILES
