@@ -16,7 +16,6 @@ from tokenloom.errors import BackendUnavailable, DtypeMismatch, InvalidArgument,
 from tokenloom.inference.composed_experts import ComposedExperts
 from tokenloom.inference.expert_memory import FP8
 from tokenloom.inference.nvlink_experts import NvlinkExperts
-from tokenloom.inference.reference_experts import ReferenceExperts
 from tokenloom.inference.request import Biases, ForwardRequest
 from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.inference.trace import MegaTimes
@@ -36,10 +35,9 @@ from tokenloom.runtime.rendezvous import agree
 
 MOST_TERMS = 32
 """Most results that are added up for one token."""
-EXPERTS: dict[str, type[NvlinkExperts] | type[ComposedExperts] | type[ReferenceExperts]] = {
+EXPERTS: dict[str, type[NvlinkExperts] | type[ComposedExperts]] = {
     "nvlink": NvlinkExperts,
     "composed": ComposedExperts,
-    "reference": ReferenceExperts,
 }
 """Implementation of a layer, by the name of its backend."""
 
@@ -68,9 +66,8 @@ class MegaMoE:
         power_of_two_scales: round the scales of x and of activations up to powers of two.
         num_shared_experts: S, experts that every token goes to with weight 1, on its own rank. K + S is at most 32.
         schedule: schedule of all calls. None chooses by the number of tokens of each call.
-        backend: "nvlink", "composed" or "reference". "composed" makes the same of dispatch, grouped GEMMs and combine.
-            It runs on Hopper GPUs of any number of nodes, with the host waiting for counts, and slowly on CPUs.
-            "reference" computes it in plain torch, slowly, on any device.
+        backend: "nvlink" or "composed". "composed" makes the same of dispatch, grouped GEMMs and combine. It runs on
+            Hopper GPUs of any number of nodes, with the host waiting for counts, and slowly on CPUs.
         device: as in ``Communicator``.
         timeout_s: as in ``Communicator``.
         open_timeout_s: as in ``Communicator``.
