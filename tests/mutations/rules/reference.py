@@ -105,7 +105,7 @@ LAYERS = (
       "_activated(hidden, activation, False) * factors", "_activated(hidden, activation, False)", FUSED_BY_HAND,
       "tests/inference/test_mega_moe.py::test_composed[cpu2-plain]"),
     M("bias-without-weight", "the bias of w2 is added as it is, whatever the route's weight", FUSED,
-      "factors * w2_bias[e]", "w2_bias[e]", FUSED_BY_HAND,
+      "factors * w2_bias[e].cpu()", "w2_bias[e].cpu()", FUSED_BY_HAND,
       "tests/inference/test_mega_moe.py::test_composed[cpu2-biases]"),
     M("one-shared-expert", "of several shared experts the first serves for all", FUSED,
       "[[*experts, *shared] for experts in topk_ids.tolist()]",
