@@ -3,7 +3,7 @@
 Backends must return the results of dispatch and combine bit for bit. So this module is obviously right rather than
 fast, and shares no ordering or arithmetic with them. Lists have one entry per rank. Results are on the CPU.
 
-Of a whole layer the products are free in the order of their sums; ``moe`` and ``fused_layer`` say all else.
+``moe`` and ``fused_layer`` also multiply, and the order of the sums in a product is free.
 """
 
 from __future__ import annotations
@@ -475,9 +475,10 @@ def fused_layer(
 ) -> torch.Tensor:
     """Compute what ``MegaMoE`` returns for some tokens, given the weights of all experts.
 
-    The result of a token depends neither on other tokens nor on where experts are, so the tokens may be those of any
-    ranks. What is quantised is float32, where the results of both products are rounded to, and what comes home is
-    bfloat16. The products are float64: kernels add them up in float32, in an order of the hardware's own.
+    A token's result depends neither on other tokens nor on where experts are, so the tokens may be those of any ranks.
+    Activations are rounded to float32 behind the route's weight, then quantised. A route's result is rounded to
+    bfloat16. Those of a token are added in ascending k, in float32. Both products are float64 here. Kernels add them
+    up in float32, in an order that the hardware chooses, so their results are near these.
 
     Args:
         x: floating point [T, H], or (float8_e4m3fn [T, H], float32 [T, H / 128]).
