@@ -41,13 +41,16 @@ def test_the_callers_defaults_change_nothing(default: str | torch.dtype) -> None
     generator = torch.Generator().manual_seed(5)
     xs = [torch.randn(len(each), 128, generator=generator) for each in ids]
     weights = [torch.rand(each.shape, generator=generator) for each in ids]
+    w1, w2 = torch.randn(5, 256, 128, generator=generator), torch.randn(5, 128, 128, generator=generator)
+    experts = (w1.to(torch.float8_e4m3fn), torch.ones(5, 2, 1), w2.to(torch.float8_e4m3fn), torch.ones(5, 1, 1))
 
     def results() -> list[torch.Tensor | None]:
         rows = reference.dispatch(plan, xs, ids, weights, "token", to_fp8=True)
         routed = reference.dispatch(plan, xs, ids, weights, "expert", alignment=2, capacity=4, bounded=True)
         outs = reference.combine(plan, [each.tokens for each in routed], routed, ids, weights)
         fp8 = [each for row in rows for each in (row.tokens, row.scales, row.topk_ids, row.topk_weights)]
-        return [*fp8, *(each.tokens for each in routed), *outs]
+        layer = reference.fused_layer(xs[0], ids[0], weights[0], *experts, num_shared_experts=1)
+        return [*fp8, *(each.tokens for each in routed), *outs, layer]
 
     want = results()
     with caller_default(default):
