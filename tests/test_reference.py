@@ -41,13 +41,16 @@ def test_the_callers_defaults_change_nothing(default: str | torch.dtype) -> None
     generator = torch.Generator().manual_seed(5)
     xs = [torch.randn(len(each), 128, generator=generator) for each in ids]
     weights = [torch.rand(each.shape, generator=generator) for each in ids]
+    w1, w2 = torch.randn(5, 256, 128, generator=generator), torch.randn(5, 128, 128, generator=generator)
+    experts = (w1.to(torch.float8_e4m3fn), torch.ones(5, 2, 1), w2.to(torch.float8_e4m3fn), torch.ones(5, 1, 1))
 
     def results() -> list[torch.Tensor | None]:
         rows = reference.dispatch(plan, xs, ids, weights, "token", to_fp8=True)
         routed = reference.dispatch(plan, xs, ids, weights, "expert", alignment=2, capacity=4, bounded=True)
         outs = reference.combine(plan, [each.tokens for each in routed], routed, ids, weights)
         fp8 = [each for row in rows for each in (row.tokens, row.scales, row.topk_ids, row.topk_weights)]
-        return [*fp8, *(each.tokens for each in routed), *outs]
+        layer = reference.fused_layer(xs[0], ids[0], weights[0], *experts, num_shared_experts=1)
+        return [*fp8, *(each.tokens for each in routed), *outs, layer]
 
     want = results()
     with caller_default(default):
@@ -451,3 +454,33 @@ def test_other_experts_by_hand(name: str, interleaved: bool, transposed: bool) -
         weight_layout=layout,
     )
     torch.testing.assert_close(out[0], torch.tensor(want, dtype=FP64), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("power_of_two_scales", "first"), [(False, 78), (True, 72)])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_fused_layer_by_hand(power_of_two_scales: bool, first: int, quantised: bool) -> None:
+    """The activations of a route are 448 and 101, times its weight, then quantised. In steps of 8 that is 104 where
+    448 is the largest value of FP8: always, unless scales are powers of two. Then 0.75 * 101 becomes 72."""
+    x = torch.zeros(2, 128, dtype=torch.bfloat16)
+    x[0, 0] = 1
+    w1, w2, w1_bias, w2_bias = (torch.zeros(3, *shape) for shape in ((256, 128), (128, 128), (256,), (128,)))
+    w1[:, 0, 0], w1[:, 1, 0], w1_bias[:, 1], w1_bias[:, 128:], w2_bias[:, 6] = 448, 96, 5, 1, 10
+    w2[:, 5, 1] = torch.tensor([1, 2, 4])
+    got = reference.fused_layer(
+        reference.quantize_fp8(x, power_of_two_scales=power_of_two_scales) if quantised else x,
+        torch.tensor([[0, -1, 1], [-1, -1, -1]]),
+        torch.tensor([[0.75, 9, 0.5], [1, 1, 1]]),
+        w1.to(torch.float8_e4m3fn),
+        torch.ones(3, 2, 1),
+        w2.to(torch.float8_e4m3fn),
+        torch.ones(3, 1, 1),
+        w1_bias=w1_bias,
+        w2_bias=w2_bias,
+        num_shared_experts=1,
+        activation=Activation("relu"),
+        power_of_two_scales=power_of_two_scales,
+    )
+    want = torch.zeros(2, 128)
+    want[0, 5], want[0, 6] = first + 2 * 52 + 4 * 104, 10 * 0.75 + 10 * 0.5 + 10
+    want[1, 5], want[1, 6] = 4 * 5, 10  # of the shared expert alone, whose largest activation this is
+    assert torch.equal(got, want.to(torch.bfloat16))

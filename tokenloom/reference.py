@@ -2,6 +2,8 @@
 
 Backends must return the results of dispatch and combine bit for bit. So this module is obviously right rather than
 fast, and shares no ordering or arithmetic with them. Lists have one entry per rank. Results are on the CPU.
+
+``moe`` and ``fused_layer`` also multiply, and the order of the sums in a product is free.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from tokenloom.errors import CapacityOverflow
 from tokenloom.plan import FP8_BLOCK, PLAIN_WEIGHTS, SWIGLU, Activation, Plan, WeightLayout, align_up
 
-__all__ = ["Routed", "combine", "combine_weights", "dispatch", "moe", "quantize_fp8"]
+__all__ = ["Routed", "combine", "combine_weights", "dispatch", "fused_layer", "moe", "quantize_fp8"]
 
 Key = tuple[int, int] | tuple[int, int, int]
 """(source rank, token), or (source rank, token, k) in layouts "expert" and "slots", that a row belongs to."""
@@ -454,6 +456,77 @@ def moe(
     if shared_gate_weight is not None:
         shared = [torch.sigmoid(x @ shared_gate_weight.T) * y for x, y in zip(xs, shared, strict=True)]
     return [out + y for out, y in zip(outs, shared, strict=True)]
+
+
+def fused_layer(
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w1: torch.Tensor,
+    w1_scales: torch.Tensor,
+    w2: torch.Tensor,
+    w2_scales: torch.Tensor,
+    *,
+    w1_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    num_shared_experts: int = 0,
+    activation: Activation | str = SWIGLU,
+    power_of_two_scales: bool = False,
+) -> torch.Tensor:
+    """Compute what ``MegaMoE`` returns for some tokens, given the weights of all experts.
+
+    A token's result depends neither on other tokens nor on where experts are, so the tokens may be those of any ranks.
+    Activations are rounded to float32 behind the route's weight, then quantised. A route's result is rounded to
+    bfloat16. Those of a token are added in ascending k, in float32. Both products are float64 here. Kernels add them
+    up in float32, in an order that the hardware chooses, so their results are near these.
+
+    Args:
+        x: floating point [T, H], or (float8_e4m3fn [T, H], float32 [T, H / 128]).
+        topk_ids: int32 or int64 [T, K], -1 for an unused place.
+        topk_weights: float32 [T, K].
+        w1: float8_e4m3fn [E + S, 2I, H], gate rows first, then up rows; shared experts last.
+        w1_scales: float32 [E + S, 2I / 128, H / 128].
+        w2: float8_e4m3fn [E + S, H, I].
+        w2_scales: float32 [E + S, H / 128, I / 128].
+        w1_bias: float32 [E + S, 2I] in the order of w1's rows, or None.
+        w2_bias: float32 [E + S, H], or None.
+        num_shared_experts: S; every token goes to them with weight 1, behind its K places.
+        activation: one with gates, or the name of one.
+        power_of_two_scales: round the scales of x and of activations up to powers of two.
+
+    Returns:
+        bfloat16 [T, H].
+    """
+    activation, shared = Activation.of(activation), list(range(len(w1) - num_shared_experts, len(w1)))
+    q, scales = x if isinstance(x, tuple) else quantize_fp8(x, power_of_two_scales=power_of_two_scales)
+    tokens = _dequantized(q.cpu(), scales.cpu())
+    ids = [[*experts, *shared] for experts in topk_ids.tolist()]
+    weights = [[*places, *(1.0 for _ in shared)] for places in topk_weights.tolist()]
+    results: dict[tuple[int, int], torch.Tensor] = {}  # of each (token, k)
+    for e in range(len(w1)):
+        routes = [(t, k) for t, experts in enumerate(ids) for k, expert in enumerate(experts) if expert == e]
+        if not routes:
+            continue
+        factors = torch.tensor([[weights[t][k]] for t, k in routes], dtype=torch.float64, device="cpu")
+        first = _dequantized(w1[e].cpu(), w1_scales[e].cpu().repeat_interleave(FP8_BLOCK, 0))
+        second = _dequantized(w2[e].cpu(), w2_scales[e].cpu().repeat_interleave(FP8_BLOCK, 0))
+        hidden = tokens[[t for t, _ in routes]] @ first.T
+        hidden = hidden if w1_bias is None else hidden + w1_bias[e].cpu()
+        activations = (_activated(hidden, activation, False) * factors).float()
+        y = _dequantized(*quantize_fp8(activations, power_of_two_scales=power_of_two_scales)) @ second.T
+        y = y if w2_bias is None else y + factors * w2_bias[e].cpu()
+        results |= dict(zip(routes, y.to(torch.bfloat16), strict=True))
+    out = torch.zeros(tokens.shape, dtype=torch.bfloat16, device="cpu")
+    for t, experts in enumerate(ids):
+        terms = [results[t, k].float() for k, expert in enumerate(experts) if expert >= 0]
+        if terms:
+            out[t] = _sum_in_order(terms).to(torch.bfloat16)
+    return out
+
+
+def _dequantized(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiply FP8 [N, K] by the scales of every 128 columns of each row, [N, K / 128], in float64."""
+    return values.double() * scales.double().repeat_interleave(FP8_BLOCK, 1)
 
 
 def _activated(hidden: torch.Tensor, activation: Activation, interleaved: bool) -> torch.Tensor:

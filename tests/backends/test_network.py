@@ -294,14 +294,14 @@ def train(
 
 @on_ranks("four")
 def test_mega_moe(context: RankContext) -> None:
-    """Its calls in plain torch, over nodes: the same bits."""
+    """Its calls over nodes: the same bits."""
     sizes = {"num_experts": 8, "hidden": 128, "intermediate": 128, "top_k": 3, "max_tokens_per_rank": 8}
     generator = torch.Generator().manual_seed(context.rank)
     w1, w2 = (torch.randn(2, rows, 128, generator=generator).bfloat16() for rows in (256, 128))
     x, ids = torch.randn(5, 128, generator=generator).bfloat16(), torch.rand(5, 8, generator=generator).topk(3).indices
     outs = []
     for options in ({"ranks_per_node": 2}, {}):
-        layer = tl.MegaMoE(context.group, backend="reference", **sizes, **options)
+        layer = tl.MegaMoE(context.group, backend="composed", **sizes, **options)
         assert layer.comm.backend == ("network" if options else "collective")
         layer.load_weights(w1, w2)
         outs.append(layer(x, ids, torch.ones(5, 3)))

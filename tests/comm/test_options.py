@@ -61,5 +61,5 @@ def test_other_names() -> None:
     with pytest.raises(tl.InvalidArgument, match=r"^activation is \['silu'\], expected an Activation or one of"):
         tl.Activation.of(["silu"])  # type: ignore[arg-type]
     sizes: dict[str, Any] = {"num_experts": 4, "hidden": 128, "intermediate": 128, "top_k": 2}
-    with pytest.raises(tl.InvalidArgument, match=r"^backend is \['reference'\], expected one of nvlink, "):
-        tl.MegaMoE(**sizes, max_tokens_per_rank=3, device="cpu", backend=["reference"])  # type: ignore[arg-type]
+    with pytest.raises(tl.InvalidArgument, match=r"^backend is \['composed'\], expected one of nvlink, "):
+        tl.MegaMoE(**sizes, max_tokens_per_rank=3, device="cpu", backend=["composed"])  # type: ignore[arg-type]

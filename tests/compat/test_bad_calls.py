@@ -64,7 +64,7 @@ def test_options_of_a_layer(context: RankContext) -> None:
 
 def layer_of_one() -> tl.MegaMoE:
     sizes = {"num_experts": 1, "hidden": HIDDEN, "intermediate": WIDTH, "top_k": 1, "max_tokens_per_rank": ROOM}
-    return tl.MegaMoE(None, backend="reference", device="cpu", **sizes)
+    return tl.MegaMoE(None, backend="composed", device="cpu", **sizes)
 
 
 def test_weights_of_a_layer() -> None:

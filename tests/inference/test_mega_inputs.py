@@ -11,12 +11,12 @@ import torch
 
 import tokenloom as tl
 from tests.support.mega_cases import assert_near
+from tokenloom import reference
 
-BACKENDS = ("reference", "composed")
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 4, 256, 128, 2
 
 
-def make_mega(backend: str = "reference", **options: Any) -> tl.MegaMoE:
+def make_mega(**options: Any) -> tl.MegaMoE:
     sizes = {
         "num_experts": EXPERTS,
         "hidden": HIDDEN,
@@ -24,7 +24,7 @@ def make_mega(backend: str = "reference", **options: Any) -> tl.MegaMoE:
         "top_k": TOP_K,
         "max_tokens_per_rank": 16,
     }
-    return tl.MegaMoE(None, backend=backend, **(sizes | options))
+    return tl.MegaMoE(None, backend="composed", **(sizes | options))
 
 
 def weights(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,26 +52,24 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 # -- modes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_autocast_changes_nothing(backend: str) -> None:
+def test_autocast_changes_nothing() -> None:
     """Sums are float32, as kernels have them, in a model that runs under autocast too."""
-    with make_mega(backend, num_shared_experts=1) as mega:
+    with make_mega(num_shared_experts=1) as mega:
         mega.load_weights(*(torch.cat([each, each[:1]]) for each in weights()))
         want = mega(*inputs())
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.equal(mega(*inputs()), want)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_weights_of_inference_mode_are_loaded_over_outside(backend: str) -> None:
+def test_weights_of_inference_mode_are_loaded_over_outside() -> None:
     biases = {"w1_bias": torch.ones(EXPERTS, 2 * INTERMEDIATE), "w2_bias": torch.ones(EXPERTS, HIDDEN)}
-    with make_mega(backend) as mega:
+    with make_mega() as mega:
         with torch.inference_mode():
             mega.load_weights(*weights(5), **biases)
             mega(*inputs())
         mega.load_weights(*weights(), **biases)
         found = mega(*inputs())
-    with make_mega(backend) as mega:
+    with make_mega() as mega:
         mega.load_weights(*weights(), **biases)
         assert torch.equal(found, mega(*inputs()))
 
@@ -122,19 +120,18 @@ def test_weights_lie_anywhere(laid: Any, given: Any) -> None:
 def test_shared_experts_begin_anywhere() -> None:
     """Behind three experts, scales of the shared one begin at no multiple of 16 bytes; calls find them all the same,
     also after weights were loaded over them."""
-    found = {}
-    for backend in BACKENDS:
-        with make_mega(backend, num_experts=3, num_shared_experts=1) as mega:
-            mega.load_weights(*weights(2))
+    outs = []
+    with make_mega(num_experts=3, num_shared_experts=1) as mega:
+        x, ids, topk_weights = inputs()
+        for seed in (2, 3):
+            w1, w2 = weights(seed)
+            mega.load_weights(w1, w2)
             assert mega.weights[3][3:].data_ptr() % 16
-            x, ids, topk_weights = inputs()
-            outs = [mega(x, ids % 3, topk_weights)]
-            mega.load_weights(*weights(3))
             outs.append(mega(x, ids % 3, topk_weights))
-        found[backend] = outs
-    for reference, composed in zip(*found.values(), strict=True):
-        assert_near(composed, reference)
-    assert not torch.equal(*found["composed"])
+            (w1, w1_scales), (w2, w2_scales) = tl.quantize_fp8_blocks(w1), tl.quantize_fp8_blocks(w2)
+            given = (x, ids % 3, topk_weights, w1, w1_scales, w2, w2_scales)
+            assert_near(outs[-1], reference.fused_layer(*given, num_shared_experts=1))
+    assert not torch.equal(*outs)
 
 
 INTERLEAVED = {"weight_layout": tl.WeightLayout(interleaved=True)}
@@ -163,11 +160,10 @@ def test_wrong_weights_are_named(name: str) -> None:
 # -- tensors of a call --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_fp8_tokens_come_as_a_list_too(backend: str) -> None:
+def test_fp8_tokens_come_as_a_list_too() -> None:
     """As ``Communicator.dispatch`` takes them, which the call makes."""
     x, ids, topk_weights = inputs()
-    with make_mega(backend, num_shared_experts=1) as mega:
+    with make_mega(num_shared_experts=1) as mega:
         mega.load_weights(*(torch.cat([each, each[:1]]) for each in weights()))
         want = mega(tl.quantize_fp8(x), ids, topk_weights)
         assert torch.equal(mega(list(tl.quantize_fp8(x)), ids, topk_weights), want)  # type: ignore[arg-type]

@@ -15,8 +15,8 @@ import tokenloom as tl
 from tests.support.stand_ins import StandIns
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
 from tokenloom.errors import InvalidArgument
-from tokenloom.inference.expert_gemms import ExpertGemms
 from tokenloom.inference.expert_memory import LINE, ExpertMemory
+from tokenloom.inference.mega_gemms import MegaGemms
 from tokenloom.inference.schedules import MegaSchedule, schedule_for
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.gemm.launch import TILE_ROWS, tile_places
@@ -174,14 +174,15 @@ def test_gemm1_leaves_sms_to_gemm2(launches: Launches, gemm2_sms: int) -> None:
     assert launches["gemm2"].blocks == sms
 
 
-def test_gemm1_keeps_half_of_a_small_gpu(launches: Launches) -> None:
+@pytest.mark.parametrize(("sms", "kept"), [(46, 24), (2, 2)])
+def test_gemm1_keeps_half_of_a_small_gpu(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, sms: int, kept: int
+) -> None:
+    monkeypatch.setattr("tokenloom.inference.mega_gemms.sms_for_gemms", lambda device: sms)
     layer = make_layer(schedule=MegaSchedule(gemm2_sms=64))
     layer.use_weights(*new_weights())
-    gemms = layer._experts._gemms  # type: ignore[union-attr]
-    for sms, kept in ((46, 24), (2, 2)):
-        gemms.num_sms = sms
-        call(layer)
-        assert launches["gemm1"].blocks == kept
+    call(layer)
+    assert launches["gemm1"].blocks == kept
 
 
 @pytest.mark.parametrize("num_tokens", [0, 128, 129, 512, 513, 8192])
@@ -239,7 +240,7 @@ def test_graphs_keep_the_memory_between_kernels(launches: Launches) -> None:
     call(layer)
     backend: Any = layer.comm.engine._backend
     kept = [type(each) for each in backend._launcher.keep_with_graphs]
-    assert {ExpertMemory, ExpertGemms} <= set(kept)
+    assert {ExpertMemory, MegaGemms} <= set(kept)
 
 
 def test_graphs_keep_the_times_that_they_write(launches: Launches) -> None:
@@ -353,3 +354,91 @@ def test_a_first_call_in_inference_mode(launches: Launches) -> None:
     with pytest.raises(ValueError, match="dispatch"):
         call(layer)
     assert not layer._experts._memory.counted.any()  # type: ignore[union-attr]
+
+
+# -- what a call may be given -----------------------------------------------------------------------------------
+
+
+def freed(*shape: int) -> torch.Tensor:
+    """The last rows of a tensor whose storage was freed: their address is not null."""
+    tensor = torch.zeros(9, *shape[1:])[9 - shape[0] :]
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[tl.TokenloomError], str]] = {
+    "x: list": ({"x": [0.0]}, tl.InvalidArgument, "x is a list of 1, expected a tensor or"),
+    "x: width": ({"x": torch.zeros(5, 128, dtype=BF16)}, tl.ShapeMismatch, r"x is \[5, 128\], the communicator was"),
+    "x: dtype": ({"x": torch.zeros(5, HIDDEN, dtype=torch.int32)}, tl.DtypeMismatch, "x is torch.int32, expected bf"),
+    "x: FP8": (
+        {"x": torch.zeros(5, HIDDEN).to(FP8)},
+        tl.InvalidArgument,
+        "x is torch.float8_e4m3fn already, to_fp8=True",
+    ),
+    "x: tokens": (
+        {
+            "x": torch.zeros(601, HIDDEN, dtype=BF16),
+            "topk_ids": torch.zeros(601, TOP_K, dtype=torch.int64),
+            "topk_weights": torch.ones(601, TOP_K),
+        },
+        tl.ShapeMismatch,
+        "x has 601 tokens, the communicator",
+    ),
+    "x: turned": ({"x": torch.zeros(HIDDEN, 5, dtype=BF16).T}, tl.ShapeMismatch, "x has strides"),
+    "x: elsewhere": ({"x": torch.zeros(5, HIDDEN, device="meta")}, tl.DeviceMismatch, "x is on meta"),
+    "x: freed": ({"x": freed(5, HIDDEN)}, tl.InvalidArgument, "x has no memory"),
+    "scales": (
+        {"x": (torch.zeros(5, HIDDEN).to(FP8), torch.ones(5, 1))},
+        tl.ShapeMismatch,
+        r"scales is \[5, 1\], expected \[5, 2\]",
+    ),
+    "ids: none": ({"topk_ids": None}, tl.InvalidArgument, "topk_ids is a NoneType, expected a torch.Tensor"),
+    "ids: flat": ({"topk_ids": torch.tensor(1)}, tl.ShapeMismatch, r"topk_ids is \[\], expected \[5, 2\]"),
+    "ids: dtype": ({"topk_ids": torch.zeros(5, TOP_K)}, tl.DtypeMismatch, "topk_ids is torch.float32, expected int32"),
+    "weights: none": ({"topk_weights": None}, tl.InvalidArgument, "topk_weights is None, expected float32"),
+    "weights: shape": (
+        {"topk_weights": torch.ones(4, TOP_K)},
+        tl.ShapeMismatch,
+        r"topk_weights is \[4, 2\], expected",
+    ),
+    "weights: freed": ({"topk_weights": freed(5, TOP_K)}, tl.InvalidArgument, "topk_weights has no memory"),
+    "stats": ({"expert_stats": torch.zeros(LOCAL)}, tl.DtypeMismatch, "expert_stats is torch.float32, expected"),
+    "out: shape": ({"out": torch.zeros(4, HIDDEN, dtype=BF16)}, tl.ShapeMismatch, r"out is \[4, 256\], expected \[5"),
+    "out: address": (
+        {"out": torch.zeros(5 * HIDDEN + 1, dtype=BF16)[1:].view(5, HIDDEN)},
+        tl.InvalidArgument,
+        "out does not begin at a multiple of 16 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_inputs_are_named(launches: Launches, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """In a first call, and in one behind right ones. Other ranks hear of it in both calls that they may open."""
+    wrong, error, said = WRONG[name]
+    layer = make_layer()
+    layer.use_weights(*new_weights())
+    backend: Any = layer.comm.engine._backend
+    told: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(
+        backend, "report_fault", lambda fault, upcoming: told.append((str(fault), [each.name for each in upcoming]))
+    )
+    given = {"x": torch.zeros(5, HIDDEN, dtype=BF16), "topk_ids": torch.zeros(5, TOP_K, dtype=torch.int64)}
+    given["topk_weights"] = torch.ones(5, TOP_K)
+    for _ in range(2):
+        told.clear()
+        with pytest.raises(error, match=f"^{said}") as raised:
+            layer(**{**given, **wrong})
+        assert told == [(str(raised.value), ["dispatch", "MegaMoE"])]
+        layer(**given)
+
+
+def test_right_inputs_are_looked_at_once(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is usual passes at a glance: also FP8, results in place, counts of routes, no tokens."""
+    layer = make_layer()
+    layer.use_weights(*new_weights())
+    monkeypatch.setattr(tl.MegaMoE, "_checked", lambda *arguments: pytest.fail("looked at twice"))
+    for num_tokens, dtype in ((5, BF16), (0, BF16), (9, FP8), (600, torch.float32)):
+        out, stats = torch.zeros(num_tokens, HIDDEN, dtype=BF16), torch.zeros(LOCAL, dtype=torch.int32)
+        call(layer, num_tokens, dtype)
+        call(layer, num_tokens, dtype, expert_stats=stats, out=out)

@@ -4,8 +4,11 @@ test_gemm_slots.py has rows in slots."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch.nn import functional
 
 from tests.ops.grouped_operands import (
     FP8,
@@ -17,7 +20,6 @@ from tests.ops.grouped_operands import (
     on_devices,
     operands,
 )
-from tests.support.mega_cases import FUNCTIONS
 from tokenloom import Activation
 from tokenloom.errors import (
     BackendUnavailable,
@@ -124,6 +126,15 @@ SWIGLU_CASES = {
     "an odd number of strips": ([70, 200], 384, 1024),
     "more tiles than SMs": ([700, 900], 1024, 256),
     "as in real models": ([33, 257], 512, 7168),
+}
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "silu": lambda x, alpha: x * torch.sigmoid(alpha * x),
+    "gelu": lambda x, _: functional.gelu(x),
+    "gelu_tanh": lambda x, _: functional.gelu(x, approximate="tanh"),
+    "relu": lambda x, _: functional.relu(x),
+    "relu2": lambda x, _: functional.relu(x).square(),
 }
 
 

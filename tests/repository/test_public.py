@@ -59,7 +59,7 @@ PUBLIC = {
         "tune",
     ],
     "tokenloom.errors": ERRORS,
-    "tokenloom.reference": ["Routed", "combine", "combine_weights", "dispatch", "moe", "quantize_fp8"],
+    "tokenloom.reference": ["Routed", "combine", "combine_weights", "dispatch", "fused_layer", "moe", "quantize_fp8"],
     "tokenloom.tune": ["Profile", "profile"],
     "tokenloom.compat": ["install"],
     "tokenloom.compat.deep_ep": [

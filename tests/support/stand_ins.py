@@ -23,7 +23,7 @@ from tokenloom.backends.nvlink.launcher import Launcher
 from tokenloom.backends.nvlink.outcomes import CAPTURED_SLOT
 from tokenloom.comm import communicator
 from tokenloom.comm.growing import Communicators
-from tokenloom.inference import expert_gemms
+from tokenloom.inference import mega_gemms
 from tokenloom.jit import kernel
 from tokenloom.runtime import rendezvous
 from tokenloom.runtime.kernel_reports import RECORD_WORDS, SEQUENCE_WORD, HostCounts
@@ -121,9 +121,9 @@ class StandIns:
         self._patch(kernel, "load_driver", lambda: None)
         self._patch(kernel, "_function", lambda spec, index: 1)
         self._patch(kernel, "launch_function", lambda: self._launch)
-        self._patch(expert_gemms, "operand_map", lambda *shape: kernel.TensorMap())
-        self._patch(expert_gemms, "row_windows", lambda rows: torch.empty(1))
-        self._patch(expert_gemms, "scale_map", lambda *shape: kernel.TensorMap())
+        self._patch(mega_gemms, "operand_map", lambda *shape: kernel.TensorMap())
+        self._patch(mega_gemms, "row_windows", lambda rows: torch.empty(1))
+        self._patch(mega_gemms, "scale_map", lambda *shape: kernel.TensorMap())
         self._patch(backend, "usable_sms", lambda index: NUM_SMS)
         self._patch(backend, "SymmetricBuffer", Memory)
         self._patch(buffers, "SymmetricBuffer", Memory)

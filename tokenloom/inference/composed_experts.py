@@ -7,54 +7,117 @@ from collections.abc import Callable
 import torch
 
 from tokenloom.backends.seam import Upcoming
+from tokenloom.comm import checks
 from tokenloom.comm.communicator import Communicator, Mode
-from tokenloom.comm.routed import Routed
+from tokenloom.comm.routed import Layout, Routed
 from tokenloom.errors import InvalidArgument
-from tokenloom.inference.called_experts import CalledExperts
-from tokenloom.inference.request import ForwardRequest
+from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.inference.trace import MegaTimes
-from tokenloom.ops.gemm import ALIGNMENT_BYTES, check_device, grouped_gemm_fp8, grouped_swiglu_fp8
+from tokenloom.ops.gemm import ALIGNMENT_BYTES, Biases, check_device, grouped_gemm_fp8, grouped_swiglu_fp8
+from tokenloom.ops.quant import quantize_fp8
+from tokenloom.plan import SWIGLU, Activation
+
+LAYOUT: Layout = "expert"
+"""Of the dispatch."""
 
 
-class ComposedExperts(CalledExperts):
+class ComposedExperts:
     """A layer of calls that anybody could make, over whatever backend its communicator has.
 
     Args:
-        comm: communicator of any backend, on Hopper GPUs or CPUs. The others: see :class:`CalledExperts`.
+        comm: communicator of any backend, on Hopper GPUs or CPUs.
+        intermediate: I, which the weights tell too.
+        num_shared_experts: S, the last experts of the weights, for every token of this rank.
+        power_of_two_scales: round the scales of x and of activations up to powers of two.
 
     Raises:
         BackendUnavailable: the grouped GEMMs do not run on this device.
+        InvalidArgument: the communicator's backend lacks the layout.
     """
 
-    _layout = "expert"
+    communicator_backend = "auto"
+    upcoming = (Upcoming("dispatch"),)
+    """The call that each forward opens first."""
+    checks_tokens = True
+    """Its dispatch is one that anybody may call."""
 
     def __init__(
         self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool
     ) -> None:
         check_device(comm.device)
-        super().__init__(comm, intermediate, num_shared_experts, power_of_two_scales)
+        checks.require_layout(comm.engine.capabilities, LAYOUT)
+        self._comm, self._num_shared = comm, num_shared_experts
+        self._power_of_two_scales = power_of_two_scales
+        self._weights: tuple[torch.Tensor, ...] = ()
+        self._biases: Biases = (None, None)
+        self._form, self._fast_math = SWIGLU, True
 
     def describe(self) -> str:
         return "dispatch, grouped GEMMs and combine, one after the other"
 
+    def set_activation(self, form: Activation, fast_math: bool) -> None:
+        """Do what ``MegaMoE.set_activation`` says."""
+        self._form, self._fast_math = form, fast_math
+
+    def use_weights(self, weights: tuple[torch.Tensor, ...], biases: Biases) -> None:
+        """Use the checked ``MegaMoE.weights`` and ``MegaMoE.biases`` from the next call on."""
+        self._weights, self._biases = weights, biases
+
     def trace(self) -> MegaTimes:
         raise InvalidArgument("only the kernels of backend 'nvlink' can be traced")
 
-    def _add_up(self, request: ForwardRequest, routed: Routed, out: torch.Tensor) -> None:
-        comm = self._comm
-        request.passed("dispatch")
-        with comm.engine.sequence(Upcoming("combine")):
-            rows = self._routed_experts(routed, request.passed)
-        mode: Mode | None = "per_route" if "all_to_all" in comm.engine.capabilities.combine_strategies else None
-        if not self._num_shared:
-            comm.combine(rows, routed, weighted=False, mode=mode, out=out.detach())
-            request.passed("sum")
-            return
-        total = comm.combine(rows, routed, weighted=False, mode=mode, out_dtype=torch.float32)
-        request.passed("sum")
-        for of_expert in self._shared_experts(request.x) if len(total) else ():
-            total += of_expert
-        out.copy_(total)
+    # -- calls ----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Raise what earlier calls left, as far as it is known without waiting."""
+        self._comm.engine.begin()
+
+    def forward(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_stats: torch.Tensor | None,
+        out: torch.Tensor | None,
+        schedule: MegaSchedule | None,
+        passed: Callable[[str], None],
+    ) -> torch.Tensor:
+        """Compute what ``MegaMoE.forward`` returns.
+
+        Args:
+            x, topk_ids, topk_weights: as in ``MegaMoE.forward``; dispatch checks them.
+            expert_stats, out: as there, checked.
+            schedule: unused.
+            passed: is told the name of each stage once it is on the stream.
+        """
+        comm, quantised = self._comm, isinstance(x, (tuple, list))
+        routed = comm.dispatch(
+            x,
+            topk_ids,
+            topk_weights,
+            layout=LAYOUT,
+            to_fp8=not quantised,
+            power_of_two_scales=self._power_of_two_scales and not quantised,
+        )
+        passed("dispatch")
+        with torch.autocast(comm.device.type, enabled=False):  # sums are float32
+            with comm.engine.sequence(Upcoming("combine")):
+                rows = self._routed_experts(routed, passed)
+            mode: Mode | None = "per_route" if "all_to_all" in comm.engine.capabilities.combine_strategies else None
+            if self._num_shared:
+                total = comm.combine(rows, routed, weighted=False, mode=mode, out_dtype=torch.float32)
+                passed("sum")
+                for of_expert in self._shared_experts(x) if len(total) else ():
+                    total += of_expert
+                out = total.to(torch.bfloat16) if out is None else out.copy_(total)
+            else:
+                result = None if out is None else out.detach()
+                result = comm.combine(rows, routed, weighted=False, mode=mode, out=result)
+                passed("sum")
+                out = result if out is None else out
+        if expert_stats is not None:
+            expert_stats.add_(routed.expert_counts)
+        return out
 
     def _routed_experts(self, routed: Routed, passed: Callable[[str], None]) -> torch.Tensor:
         """[R, H], times the weights of the rows."""
@@ -65,7 +128,9 @@ class ComposedExperts(CalledExperts):
 
     def _shared_experts(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """[S, T, H] of this rank's own tokens."""
-        rows, scales = self._own_rows(x)
+        rows, scales = (
+            quantize_fp8(x, power_of_two_scales=self._power_of_two_scales) if isinstance(x, torch.Tensor) else x
+        )
         count, num_tokens = self._num_shared, len(rows)
         every = (rows.view(torch.uint8).repeat(count, 1).view(rows.dtype), scales.repeat(count, 1))
         offsets = torch.arange(count + 1, dtype=torch.int32, device=rows.device) * num_tokens

@@ -10,20 +10,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.backends.registry import MAX_SMS
+from tokenloom.backends.seam import DispatchOptions
 from tokenloom.comm import checks
 from tokenloom.comm.communicator import Communicator, line_about
 from tokenloom.errors import BackendUnavailable, DtypeMismatch, InvalidArgument, ShapeMismatch, a_type
 from tokenloom.inference.composed_experts import ComposedExperts
 from tokenloom.inference.expert_memory import FP8
 from tokenloom.inference.nvlink_experts import NvlinkExperts
-from tokenloom.inference.reference_experts import ReferenceExperts
-from tokenloom.inference.request import Biases, ForwardRequest
 from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.inference.trace import MegaTimes
 from tokenloom.kernels.common import DTYPES
 from tokenloom.kernels.gemm.launch import BLOCK
 from tokenloom.ops.gemm import (
     ALIGNMENT_BYTES,
+    Biases,
     check_aligned,
     check_tensor,
     check_weights,
@@ -36,10 +36,9 @@ from tokenloom.runtime.rendezvous import agree
 
 MOST_TERMS = 32
 """Most results that are added up for one token."""
-EXPERTS: dict[str, type[NvlinkExperts] | type[ComposedExperts] | type[ReferenceExperts]] = {
+EXPERTS: dict[str, type[NvlinkExperts] | type[ComposedExperts]] = {
     "nvlink": NvlinkExperts,
     "composed": ComposedExperts,
-    "reference": ReferenceExperts,
 }
 """Implementation of a layer, by the name of its backend."""
 
@@ -68,9 +67,8 @@ class MegaMoE:
         power_of_two_scales: round the scales of x and of activations up to powers of two.
         num_shared_experts: S, experts that every token goes to with weight 1, on its own rank. K + S is at most 32.
         schedule: schedule of all calls. None chooses by the number of tokens of each call.
-        backend: "nvlink", "composed" or "reference". "composed" makes the same of dispatch, grouped GEMMs and combine.
-            It runs on Hopper GPUs of any number of nodes, with the host waiting for counts, and slowly on CPUs.
-            "reference" computes it in plain torch, slowly, on any device.
+        backend: "nvlink" or "composed". "composed" makes the same of dispatch, grouped GEMMs and combine. It runs on
+            Hopper GPUs of any number of nodes, with the host waiting for counts, and slowly on CPUs.
         device: as in ``Communicator``.
         timeout_s: as in ``Communicator``.
         open_timeout_s: as in ``Communicator``.
@@ -167,7 +165,7 @@ class MegaMoE:
         self.weights: tuple[torch.Tensor, ...] = ()
         self.biases: Biases = (None, None)
         self._weights_are_ours = False
-        self._like = torch.empty(0, dtype=torch.bfloat16, device=self.comm.device)
+        self._device, self._dtypes = self.comm.device, self.comm.engine.capabilities.dtypes
         self.after_stage: Callable[[str], None] | None = None
 
     def set_activation(
@@ -342,55 +340,76 @@ class MegaMoE:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.forward(x, topk_ids, topk_weights, expert_stats, out)
-        request = ForwardRequest(
-            x,
-            topk_ids,
-            topk_weights,
-            expert_stats,
-            checked=lambda: self._checked(topk_ids, topk_weights, expert_stats, out),
-            schedule=self.schedule,
-            passed=self.after_stage or _ignore,
-        )
-        return self._experts.forward(request)
+        if not self._fits(x, topk_ids, topk_weights, expert_stats, out):
+            x, topk_ids, topk_weights = self._checked(x, topk_ids, topk_weights, expert_stats, out)
+        passed = self.after_stage or _ignore
+        return self._experts.forward(x, topk_ids, topk_weights, expert_stats, out, self.schedule, passed)
 
     __call__ = forward
 
     def refuse(self, fault: Exception) -> NoReturn:
         """Tell the other ranks, which make a call, that this one cannot: theirs raise PeerError. Raises ``fault``."""
-
-        def checked() -> torch.Tensor:
+        self._experts.begin()
+        with self.comm.engine.sequence(*self._experts.upcoming):
             raise fault
 
-        plan, device = self.comm.plan, self.comm.device
-        ids = torch.empty(0, plan.top_k, dtype=torch.int64, device=device)
-        x, weights = self._like.new_empty(0, plan.hidden), ids.float()
-        self._experts.forward(ForwardRequest(x, ids, weights, None, checked, self.schedule, _ignore))
-        raise fault
+    def _fits(self, x: Any, topk_ids: Any, topk_weights: Any, expert_stats: Any, out: Any) -> bool:
+        """Whether a call is right at a glance, as nearly always. Others are looked at by :meth:`_checked`."""
+        plan, device, scales, fits = self.comm.plan, self._device, None, checks.fits_like
+        if x.__class__ is tuple and len(x) == 2:
+            x, scales = x
+        try:
+            num_tokens = x.shape[0]
+            return (
+                bool(self.weights)
+                and num_tokens <= plan.max_tokens_per_rank
+                and (x.dtype in self._dtypes if scales is None else x.dtype is FP8)
+                and fits(x, (num_tokens, plan.hidden), x.dtype, device)
+                and (scales is None or fits(scales, (num_tokens, plan.scales_per_token), torch.float32, device))
+                and fits(topk_ids, (num_tokens, plan.top_k), topk_ids.dtype, device)
+                and topk_ids.dtype in checks.ID_DTYPES
+                and fits(topk_weights, (num_tokens, plan.top_k), torch.float32, device)
+                and (expert_stats is None or fits(expert_stats, (plan.experts_per_rank,), torch.int32, device))
+                and (out is None or fits(out, (num_tokens, plan.hidden), torch.bfloat16, device))
+                and (out is None or out.data_ptr() % ALIGNMENT_BYTES == 0)
+            )
+        except (AttributeError, IndexError, TypeError, RuntimeError):  # no tensor, or one without dimensions or shape
+            return False
 
     def _checked(
         self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
+        topk_weights: torch.Tensor | None,
         expert_stats: torch.Tensor | None,
         out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Check the arguments that dispatch does not check, and return ``out`` or a new tensor for it."""
-        if not self.weights:
-            raise InvalidArgument("the experts have no weights; call load_weights first")
-        plan, device = self.comm.plan, self.comm.device
-        if topk_weights is None:
-            raise InvalidArgument("topk_weights is None, expected float32 [T, K]")
-        if expert_stats is not None:
-            check_tensor("expert_stats", expert_stats, torch.int32, [plan.experts_per_rank], device)
-        checks.require_tensor("topk_ids", topk_ids)
-        if not topk_ids.dim():
-            raise ShapeMismatch("topk_ids is [], expected [T, K]")
-        num_tokens = len(topk_ids)
-        if out is None:
-            return self._like.new_empty(num_tokens, plan.hidden)
-        check_tensor("out", out, torch.bfloat16, [num_tokens, plan.hidden], device)
-        check_aligned("out", out)
-        return out
+    ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Check a call thing by thing, and return x, topk_ids and topk_weights as experts take them.
+
+        What is wrong is told to the other ranks, behind what earlier calls have left.
+        """
+        engine, plan, device = self.comm.engine, self.comm.plan, self._device
+        self._experts.begin()
+        with engine.sequence(*self._experts.upcoming):
+            if not self._experts.checks_tokens:
+                options = DispatchOptions("expert", 1, "bounded", 1, to_fp8=not isinstance(x, (tuple, list)))
+                given = (engine.capabilities, device, options, x, topk_ids, topk_weights)
+                tokens, _ = checks.dispatch_tokens(plan, *given)
+                x = tokens.x if tokens.scales is None else (tokens.x, tokens.scales)
+                topk_ids, topk_weights = tokens.topk_ids, tokens.topk_weights
+            if not self.weights:
+                raise InvalidArgument("the experts have no weights; call load_weights first")
+            if topk_weights is None:
+                raise InvalidArgument("topk_weights is None, expected float32 [T, K]")
+            if expert_stats is not None:
+                check_tensor("expert_stats", expert_stats, torch.int32, [plan.experts_per_rank], device)
+            checks.require_tensor("topk_ids", topk_ids)
+            if not topk_ids.dim():
+                raise ShapeMismatch("topk_ids is [], expected [T, K]")
+            if out is not None:
+                check_tensor("out", out, torch.bfloat16, [len(topk_ids), plan.hidden], device)
+                check_aligned("out", out)
+        return x, topk_ids, topk_weights
 
     def __repr__(self) -> str:
         if not hasattr(self, "comm"):  # its constructor has raised

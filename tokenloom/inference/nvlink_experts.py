@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,12 +10,11 @@ import torch
 from tokenloom.backends.nvlink.buffers import aligned
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
 from tokenloom.backends.nvlink.launcher import OpeningKernel
-from tokenloom.backends.seam import Tokens, Upcoming
+from tokenloom.backends.seam import Upcoming
 from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import InvalidArgument
-from tokenloom.inference.expert_gemms import ExpertGemms
 from tokenloom.inference.expert_memory import ExpertMemory
-from tokenloom.inference.request import Biases, ForwardRequest
+from tokenloom.inference.mega_gemms import MegaGemms
 from tokenloom.inference.schedules import MegaSchedule, schedule_for
 from tokenloom.inference.trace import MegaTimes
 from tokenloom.jit.kernel import Kernel
@@ -29,12 +29,11 @@ from tokenloom.kernels.moe.launch import (
     PackTokensVariant,
     SumRoutesVariant,
 )
+from tokenloom.ops.gemm import Biases
 from tokenloom.plan import Activation, align_up
 from tokenloom.runtime.openings import Field
 from tokenloom.runtime.streams import current_handle
 
-CALLS = (Upcoming("dispatch"), Upcoming("MegaMoE"))
-"""Calls that each forward opens: FP8 rows travel, then all ranks meet."""
 MOST_LOCAL_EXPERTS = 4096
 """Most experts on a rank, because kernels have counts of all of them in shared memory."""
 
@@ -68,6 +67,10 @@ class NvlinkExperts:
     """
 
     communicator_backend = "nvlink"
+    upcoming = (Upcoming("dispatch"), Upcoming("MegaMoE"))
+    """Calls that each forward opens: FP8 rows travel, then all ranks meet."""
+    checks_tokens = False
+    """Its dispatch takes checked ones."""
 
     def __init__(
         self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool
@@ -78,7 +81,7 @@ class NvlinkExperts:
         self._memory = ExpertMemory(plan, intermediate, num_shared_experts)
         if self._memory.num_local > MOST_LOCAL_EXPERTS:
             raise InvalidArgument(f"{self._memory.num_local} experts on a rank, expected at most {MOST_LOCAL_EXPERTS}")
-        self._gemms = ExpertGemms(self._memory, plan, intermediate, power_of_two_scales, comm.device)
+        self._gemms = MegaGemms(self._memory, plan, intermediate, power_of_two_scales, comm.device)
         self._calls: FusedLayerCalls = comm.engine.fused_layer(num_shared_experts)
         self._has_memory = False
         self._sums = Kernel(SumRoutesVariant(plan, num_shared_experts=num_shared_experts).spec(), comm.device.index)
@@ -112,75 +115,82 @@ class NvlinkExperts:
 
     # -- calls ----------------------------------------------------------------------------------------------
 
-    def forward(self, request: ForwardRequest) -> torch.Tensor:
-        """Compute what ``MegaMoE.forward`` returns."""
+    def begin(self) -> int | None:
+        """Raise what earlier calls left, so that neither the dispatch nor the meeting of this call raises it.
+
+        Returns:
+            Handle of the current stream, where the call needs nothing around it; else None.
+        """
         engine = self._comm.engine
-        nothing_around = engine.is_plain() and not engine.open_calls.any_open()
-        if nothing_around:
+        if engine.is_plain() and not engine.open_calls.any_open():
             engine.ranks.require_alive()
-        else:
-            engine.begin()
-        settled = self._calls.make_room()
-        ready = settled if nothing_around else None
-        with engine.sequence(*CALLS) as calls:
-            inputs = request.checked_dispatch(engine)
-            result = request.checked()
-            senders = self._senders(inputs.x.dtype)  # loaded before ranks agree on anything, as it takes seconds
+            return self._calls.make_room()
+        engine.begin()
+        self._calls.make_room()
+        return None
+
+    def forward(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_stats: torch.Tensor | None,
+        out: torch.Tensor | None,
+        schedule: MegaSchedule | None,
+        passed: Callable[[str], None],
+    ) -> torch.Tensor:
+        """Compute what ``MegaMoE.forward`` returns.
+
+        Args:
+            x, topk_ids, topk_weights, expert_stats, out: as in ``MegaMoE.forward``, checked.
+            schedule: of the call, or None to choose one.
+            passed: is told the name of each stage once it is on the stream.
+        """
+        engine = self._comm.engine
+        tokens, scales = x if isinstance(x, tuple) else (x, None)
+        ready = self.begin()
+        with engine.sequence(*self.upcoming) as calls:
+            result = tokens.new_empty(tokens.shape, dtype=torch.bfloat16) if out is None else out
+            senders = self._senders(tokens.dtype)  # loaded before ranks agree on anything, as it takes seconds
             if not self._has_memory:  # behind what refuses a first call in a capture, whose zeros nobody would see
                 self._make_memory()
             if self._gemms.is_stale:
                 self._gemms.point()
             engine.open_calls.require_room()
             stream = current_handle(self._comm.device) if ready is None else ready
-            schedule = request.schedule or schedule_for(len(inputs.topk_ids), self._comm.plan.num_ranks)
+            schedule = schedule or schedule_for(len(tokens), self._comm.plan.num_ranks)
             if ready is None:
                 self._calls.follow()  # a call that fails zeros what the one before it may still use
             try:
-                ids, number = self._send(request, inputs, senders, schedule, ready, stream)
+                tokens, ids = aligned(tokens), aligned(topk_ids)
+                scales_at, sender = 0 if scales is None else scales.data_ptr(), senders.keeping
+                if len(tokens) > schedule.send_sms * senders.most_kept:
+                    sender = senders.loading
+                    self._pack(senders.pack, tokens, scales_at, schedule, stream)
+                SEND_FIELDS.write(
+                    sender.args,
+                    SEND_FIELDS.offset,
+                    tokens.data_ptr(),
+                    scales_at,
+                    ids.data_ptr(),
+                    topk_weights.data_ptr(),
+                    0 if expert_stats is None else expert_stats.data_ptr(),
+                    len(tokens),
+                    ids.dtype == torch.int64,
+                )
+                number = self._calls.send(sender, ready, schedule.send_sms)
                 engine.open_calls.count += 1
                 calls.opened()
-                request.passed("dispatch")
-                self._gemms.run(stream, schedule.gemm2_sms, request.passed)
+                passed("dispatch")
+                self._gemms.run(stream, schedule.gemm2_sms, passed)
                 self._calls.meet(number, ready)
             except BaseException:
                 self._memory.counted.zero_()  # the next call expects zeros
                 raise
             calls.opened()
             self._sum(ids, result, stream)
-            request.passed("sum")
+            passed("sum")
         return result
-
-    def _send(
-        self,
-        request: ForwardRequest,
-        inputs: Tokens,
-        senders: Senders,
-        schedule: MegaSchedule,
-        ready: int | None,
-        stream: int,
-    ) -> tuple[torch.Tensor, int]:
-        """Pack tokens, and send each route's row to its place: the ids that kernels read, and the number of the
-        dispatch."""
-        x, ids, scales = aligned(inputs.x), aligned(inputs.topk_ids), inputs.scales
-        num_tokens, stats, weights = x.shape[0], request.expert_stats, inputs.topk_weights
-        assert weights is not None, "checked"
-        scales_at = 0 if scales is None else scales.data_ptr()
-        sender = senders.keeping
-        if num_tokens > schedule.send_sms * senders.most_kept:
-            sender = senders.loading
-            self._pack(senders.pack, x, scales_at, schedule, stream)
-        SEND_FIELDS.write(
-            sender.args,
-            SEND_FIELDS.offset,
-            x.data_ptr(),
-            scales_at,
-            ids.data_ptr(),
-            weights.data_ptr(),
-            0 if stats is None else stats.data_ptr(),
-            num_tokens,
-            ids.dtype == torch.int64,
-        )
-        return ids, self._calls.send(sender, ready, schedule.send_sms)
 
     def _pack(self, pack: Kernel, x: torch.Tensor, scales_at: int, schedule: MegaSchedule, stream: int) -> None:
         """Pack tokens. SMs are left to what sends, which counts routes meanwhile."""

@@ -42,6 +42,8 @@ from tokenloom.plan import SWIGLU, Activation
 ALIGNMENT_BYTES = 16
 INTERLEAVED_ROWS = 8
 """Rows of gates, then as many rows of ups, that take turns in the weights of a fused SwiGLU."""
+Biases = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Of w1 and of w2, float32, or None where there is none."""
 
 
 def grouped_gemm_fp8(

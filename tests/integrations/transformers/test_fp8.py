@@ -92,7 +92,7 @@ def run_alone(
         top_k=models.TOP_K,
         max_tokens_per_rank=models.MOST_TOKENS,
         activation=form.get("activation", "swiglu"),
-        backend="nvlink" if context.device.type == "cuda" else "reference",
+        backend="nvlink" if context.device.type == "cuda" else "composed",
         device=context.device,
     ) as mega:
         mega.load_weights(w1, w2, **biases, **layout)

@@ -78,6 +78,7 @@ SCALES = (
 )
 
 HAND = f"{TEST}other_experts_by_hand"
+FUSED, FUSED_BY_HAND = "reference:fused_layer", f"{TEST}fused_layer_by_hand"
 
 LAYERS = (
     M("ups-first", "the first half of w1's rows are taken for ups", "reference:_activated", "(i, width + i)",
@@ -100,6 +101,16 @@ LAYERS = (
     M("experts-of-the-first-rank", "every rank computes with the experts of the first", "reference:moe",
       "range(rank * plan.experts_per_rank, (rank + 1) * plan.experts_per_rank)", "range(plan.experts_per_rank)",
       f"{TEST}moe_equals_dense"),
+    M("activations-without-weights", "routes have no weights", FUSED,
+      "_activated(hidden, activation, False) * factors", "_activated(hidden, activation, False)", FUSED_BY_HAND,
+      "tests/inference/test_mega_moe.py::test_composed[cpu2-plain]"),
+    M("bias-without-weight", "the bias of w2 is added as it is, whatever the route's weight", FUSED,
+      "factors * w2_bias[e].cpu()", "w2_bias[e].cpu()", FUSED_BY_HAND,
+      "tests/inference/test_mega_moe.py::test_composed[cpu2-biases]"),
+    M("one-shared-expert", "of several shared experts the first serves for all", FUSED,
+      "[[*experts, *shared] for experts in topk_ids.tolist()]",
+      "[[*experts, *shared[:1] * len(shared)] for experts in topk_ids.tolist()]",
+      "tests/inference/test_mega_moe.py::test_composed[cpu2-two shared experts]"),
 )
 
 MUTATIONS = LAYOUTS + ORDER + SCALES + LAYERS

@@ -7,6 +7,7 @@ from tests.mutations.mutation import M
 # fmt: off
 TEST = "tests/backends/test_nvlink_kinds.py::test_"
 LENT = "tests/backends/test_nvlink_host_cost.py::test_rows_that_are_lent"
+LAYER = "tests/inference/test_mega_launches.py::test_wrong_inputs_are_named"
 LONG = (TEST + "what_is_unusual_goes_the_long_way",)
 
 MUTATIONS = (
@@ -39,8 +40,18 @@ MUTATIONS = (
       "backends.nvlink.launcher:Launcher.ready", "stream != self._last_handle", "False",
       TEST + "what_is_around_a_call"),
     M("activation-changes-unseen", "an activation that is set anew is taken for the one before",
-      "inference.expert_gemms:ExpertGemms.set_activation", "(form, fast_math) == self._activation and self._first_of",
+      "inference.mega_gemms:MegaGemms.set_activation", "(form, fast_math) == self._activation and self._first_of",
       "self._first_of", "tests/inference/test_mega_launches.py::test_weights_and_activations_change"),
+    M("layer-tensors-of-any-shape", "a MegaMoE takes tensors of any shape at a glance",
+      "inference.mega_moe:MegaMoE._fits", "tensor.shape == shape", "True", LAYER),
+    M("layer-tensors-without-memory", "a MegaMoE takes tensors whose storage was freed at a glance",
+      "inference.mega_moe:MegaMoE._fits", "has_memory(tensor)", "True", LAYER),
+    M("layer-with-too-many-tokens", "a MegaMoE takes more tokens than there is room for at a glance",
+      "inference.mega_moe:MegaMoE._is_usual", "num_tokens <= plan.max_tokens_per_rank", "True", LAYER),
+    M("layer-results-anywhere", "a MegaMoE writes results to any address that is given",
+      "inference.mega_moe:MegaMoE._is_usual", "out.data_ptr() % ALIGNMENT_BYTES == 0", "True", LAYER),
+    M("layer-fault-untold", "the others wait for a call of a MegaMoE that this rank cannot make",
+      "inference.mega_moe:MegaMoE._checked", "engine.sequence(*self._experts.upcoming)", "engine.sequence()", LAYER),
     M("both-buffers-are-lent", "rows are lent though those in the other buffer are held",
       "backends.nvlink.buffers:Buffers.can_lend", "loan.is_held", "False", LENT),
     M("rows-in-a-lent-buffer", "a dispatch goes to the buffer whose rows a caller holds",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tokenloom.errors import InvalidArgument
-from tokenloom.inference.expert_gemms import sms_for_gemms
+from tokenloom.inference.mega_gemms import sms_for_gemms
 
 
 def get_num_sms() -> int:

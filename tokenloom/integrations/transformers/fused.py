@@ -57,7 +57,7 @@ class FusedLayers:
         if sizes not in self.made:
             num_experts, hidden, intermediate, top_k, activation = sizes
             options = self._options
-            backend = "nvlink" if device.type == "cuda" else "reference"
+            backend = "nvlink" if device.type == "cuda" else "composed"
             assert options.max_tokens_per_rank is not None
             self.made[sizes] = MegaMoE(
                 self._group,

@@ -43,7 +43,7 @@ def register(
             waits for nothing. It needs ``max_tokens_per_rank``, and more tokens are an error then.
         overlap: for tokenloom's experts, as in ``ExpertParallelMoE``.
         redispatch_in_backward: for tokenloom's experts, as in ``ExpertParallelMoE``.
-        backend: as in ``Communicator``; with "fp8" as in ``MegaMoE``, and "auto" is "nvlink" on GPUs, "reference"
+        backend: as in ``Communicator``; with "fp8" as in ``MegaMoE``, and "auto" is "nvlink" on GPUs, "composed"
             elsewhere.
         timeout_s: as in ``Communicator``.
         open_timeout_s: as in ``Communicator``.

@@ -8,7 +8,6 @@ import torch
 
 from tokenloom.backends.nvlink.fused import FusedLayerCalls
 from tokenloom.inference.expert_memory import LINE, ExpertMemory
-from tokenloom.inference.request import Biases
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.gemm.launch import (
     B_BOX_ROWS,
@@ -22,7 +21,7 @@ from tokenloom.kernels.gemm.launch import (
     warps_that_store,
     wide_scales,
 )
-from tokenloom.ops.gemm import swiglu_epilogue, tell_activation
+from tokenloom.ops.gemm import Biases, swiglu_epilogue, tell_activation
 from tokenloom.plan import SWIGLU, Activation, Plan, align_up
 from tokenloom.runtime.leftovers import keep_until_idle
 
@@ -32,7 +31,7 @@ def sms_for_gemms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) // CLUSTER * CLUSTER
 
 
-class ExpertGemms:
+class MegaGemms:
     """Both GEMMs of the experts of a rank.
 
     Args:
@@ -42,7 +41,7 @@ class ExpertGemms:
         device: the GPU.
 
     Attributes:
-        num_sms: that a kernel takes.
+        num_sms: that a kernel takes. fewest_sms: that GEMM1 keeps in any case, about half of them.
         weights: as they were given.
         is_stale: kernels have to be told where memory and weights are before the next call.
     """
@@ -54,6 +53,7 @@ class ExpertGemms:
         self._hidden, self._intermediate, self._num_local = plan.hidden, intermediate, memory.num_local
         self._power_of_two_scales = power_of_two_scales
         self.num_sms = sms_for_gemms(device)
+        self.fewest_sms = align_up(self.num_sms // 2, CLUSTER)
         self.weights: tuple[torch.Tensor, ...] = ()
         self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
         self._first_of: dict[SwigluFp8Epilogue, Kernel] = {}
@@ -159,11 +159,10 @@ class ExpertGemms:
 
         Args:
             stream: handle of the current stream.
-            gemm2_sms: SMs that GEMM1 leaves free. It keeps at least half of all.
+            gemm2_sms: SMs that GEMM1 leaves free, if it keeps ``fewest_sms``.
             passed: is told when a GEMM has been launched.
         """
-        half = align_up(self.num_sms // 2, CLUSTER)
-        self._first.launch(max(self.num_sms - gemm2_sms, half), stream)
+        self._first.launch(max(self.num_sms - gemm2_sms, self.fewest_sms), stream)
         passed("gemm1")
         self._second.launch(self.num_sms, stream)
         passed("gemm2")
