@@ -27,8 +27,8 @@ from tests.backends.large_plans import no_plan_is_small
 from tests.conftest import Ranks
 from tests.support.cases import Case, make_comm, make_problem, same_bits, same_routed
 from tests.support.graph_cases import ROUNDS, TOKEN, Captured, Step, plan_of
+from tokenloom.runtime.deferred_release import release_dropped
 from tokenloom.runtime.kernel_reports import PHASES, SOME_CALL
-from tokenloom.runtime.leftovers import release_dropped
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.symmetric_memory import GRANULARITY_BYTES
 

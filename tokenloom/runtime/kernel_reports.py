@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenloom.errors import PeerTimeout
-from tokenloom.runtime.leftovers import keep_until_idle
+from tokenloom.runtime.deferred_release import keep_until_idle
 from tokenloom.runtime.topology import Topology
 
 OWN_BLOCKS, ARRIVALS = 4, 7

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenloom.runtime.signal_handlers import raise_if_of_handler
+from tokenloom.runtime.process_groups import raise_if_of_handler
 
 FOREVER = timedelta(seconds=1e8)
 """How long a thread waits in gloo. When a wait of gloo expires, gloo closes the connections to all ranks."""

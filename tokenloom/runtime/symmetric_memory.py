@@ -10,7 +10,8 @@ There is no other rule: not after a timeout, where a late rank may still write, 
 others may have come further. A rank that hangs for good therefore keeps its peers' memory until its process ends. So
 does one that cannot leave its note because the host of the store is gone.
 
-What cannot be freed yet is tried again at each construction, check and close (:mod:`tokenloom.runtime.leftovers`).
+What cannot be freed yet is tried again at each construction, check and close
+(:mod:`tokenloom.runtime.deferred_release`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 
 from tokenloom.jit.kernel import checked, load_driver, make_current
 from tokenloom.runtime.collectives import all_have_ended
-from tokenloom.runtime.leftovers import release_dropped, undo_later, undo_when_dropped, wait_for
+from tokenloom.runtime.deferred_release import release_dropped, undo_later, undo_when_dropped, wait_for
 from tokenloom.runtime.process_identity import ProcessIdentity
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
@@ -178,7 +179,7 @@ class _Shared:
         self.is_freed = False
         self._device, self._rank = ranks.device, ranks.rank
         self._notes = ranks.notes
-        self._name = self._notes.key(self._notes.new_name("buffer"))  # the noteboard may move
+        self._name = self._notes.key(self._notes.new_name("buffer"))  # the notes may move
         node = ranks.topology.node_of[ranks.rank]
         self._freed = f"{self._name}/freed/{node}"
         self._neighbours = frozenset(ranks.topology.nodes[node]) - {ranks.rank}
@@ -235,7 +236,7 @@ class _Shared:
     # -- undoing it -----------------------------------------------------------------------------------------
 
     def release(self) -> bool:
-        """Let go, and free the memory if all others have let go of it and nobody looks at it; see leftovers.Undo."""
+        """Let go, and free the memory if all others have let go of it and nobody looks at it; see :data:`Undo`."""
         if self.is_freed or os.getpid() != self._process:
             return True
         if not all_have_ended():

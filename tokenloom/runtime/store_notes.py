@@ -1,20 +1,23 @@
 """Texts that the ranks of one communicator leave for each other in the key-value store of their process group.
 
-Nothing here waits for another rank, and nothing raises: without a store, or once its host is gone, no note is seen.
+No note waits for another rank, and none raises: without a store, or once its host is gone, no note is seen.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-import torch.distributed as dist
+from tokenloom.runtime.process_groups import raise_if_of_handler
 
-from tokenloom.runtime.signal_handlers import raise_if_of_handler
+Answer = TypeVar("Answer")
 
+POLL_S = 0.02
+"""How often a rank looks for a note that others are about to leave."""
 KEPT_NOTES = 8
 """Named notes of a rank that can still be read: more than there are calls whose outcome a host may not have read."""
 TELLS_WHO_IS_MASKED = ("change/", "loss/")
@@ -23,11 +26,11 @@ NO_NOTE = "no note"
 """What no note says: it is no JSON."""
 
 
-class Noteboard:
+class StoreNotes:
     """The notes of one communicator. They are deleted when all of its ranks that are not gone have left.
 
     Args:
-        store: of the process group of the ranks, see :func:`store_of`; None: nobody reads or writes a note.
+        store: of the process group of the ranks; None: nobody reads or writes a note.
         rank, num_ranks: this rank, and the size of the group.
         joins: the communicator is one that the others have already; :meth:`move` says where its notes are.
         left: it is of the ranks that are left of another one. They are numbered by themselves: no meeting makes
@@ -269,9 +272,15 @@ class Noteboard:
             self.call("delete_key", key)
 
 
-def store_of(group: dist.ProcessGroup | None) -> Any:
-    """The key-value store that the group was made with, or None where torch keeps it out of reach."""
-    try:
-        return group.get_group_store()  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError):
-        return None
+def poll(look: Callable[[], Answer], limit_s: float, pause_s: float = POLL_S) -> Answer:
+    """Look, again and again, until the answer is true or the time is over: the last answer.
+
+    Args:
+        look: may raise to end the wait.
+        limit_s: longest wait, in seconds; it looks once at least.
+        pause_s: between two looks.
+    """
+    deadline = time.monotonic() + limit_s
+    while not (answer := look()) and time.monotonic() < deadline:
+        time.sleep(pause_s)
+    return answer

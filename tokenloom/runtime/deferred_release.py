@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from tokenloom.runtime.collectives import all_have_ended
-from tokenloom.runtime.signal_handlers import raise_if_of_handler
+from tokenloom.runtime.process_groups import raise_if_of_handler
 
 Undo = Callable[[], bool]
 """Takes the next steps; returns whether it is done. If not, or if it raises, it is called again later."""
