@@ -260,9 +260,9 @@ def _gloo_threads() -> dict[str, tuple[str, str, str]]:
         try:
             if (folder / "comm").read_text().strip() == GLOO_THREAD:
                 lines = (folder / "status").read_text().splitlines()
-                said = dict(line.split(":", 1) for line in lines)
-                counts = (said["voluntary_ctxt_switches"], said["nonvoluntary_ctxt_switches"])
-                found[folder.name] = (said["State"].strip()[0], *counts)
+                status = dict(line.split(":", 1) for line in lines)
+                counts = (status["voluntary_ctxt_switches"], status["nonvoluntary_ctxt_switches"])
+                found[folder.name] = (status["State"].strip()[0], *counts)
         except OSError:  # it has ended meanwhile
             pass
     return found

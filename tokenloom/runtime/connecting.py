@@ -127,8 +127,8 @@ class Meeting:
     def keys(self, num_ranks: int) -> list[str]:
         """What ranks leave at the place while they connect, of a group of so many."""
         members = [rank for rank in range(num_ranks) if rank not in self.masked]
-        said = [f"{self.place}/connected/{rank}" for rank in members]
-        return [*Links.keys(self.links, len(members)), *said, f"{self.place}/failed"]
+        reports = [f"{self.place}/connected/{rank}" for rank in members]
+        return [*Links.keys(self.links, len(members)), *reports, f"{self.place}/failed"]
 
 
 def take_back(
@@ -159,15 +159,15 @@ def take_back(
         return {rank: _open_call(notes, rank) for rank in sorted(back)}
 
     poll(lambda: notes.hear(name) is not None or None not in calls().values(), limit_s)
-    came, missing = {}, []
+    answered, missing = {}, []
     for rank, call in calls().items():
         if call is None:
             missing.append(rank)
         else:
-            came[rank] = call
+            answered[rank] = call
     differs = [
         (rank, term, call["terms"].get(term, "nothing"), value)
-        for rank, call in came.items()
+        for rank, call in answered.items()
         for term, value in terms.items()
         if call["terms"].get(term) != value
     ]
@@ -177,7 +177,7 @@ def take_back(
         notes=f"{place}/notes",
         step=notes.step,
         masked=sorted(masked),
-        calls={str(rank): call["number"] for rank, call in came.items()},
+        calls={str(rank): call["number"] for rank, call in answered.items()},
         missing=missing,
         differs=differs[0] if differs else None,
         topology=asdict(topology),
@@ -250,9 +250,9 @@ def _who_failed(notes: StoreNotes, meeting: Meeting, members: Collection[int], l
         return any(failures.values()) or None not in failures.values()
 
     poll(are_known, limit_s + LATE_TO_CONNECT_S)
-    said = [[rank, why] for rank, why in failures.items() if why]
+    failed = [[rank, why] for rank, why in failures.items() if why]
     absent = [[rank, "it did not come"] for rank, why in failures.items() if why is None]
-    return next(iter([*said, *absent]), [])
+    return next(iter([*failed, *absent]), [])
 
 
 def _require_alike(meeting: Meeting) -> None:

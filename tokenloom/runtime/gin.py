@@ -87,13 +87,13 @@ class GinMemory:
         self._comm = communicator_of(self._ranks)
         with on_device(self._ranks.device):
             self.address = self._nccl.allocate(self.num_bytes)
-        wanted = {
+        values = {
             "NCCL": headers.version,
             "bytes of a window": self.num_bytes,
             "contexts": contexts,
             "signals": signals,
         }
-        return wanted, None
+        return values, None
 
     def _register(self) -> tuple[dict[str, object], None]:
         with on_device(self._ranks.device):
@@ -104,8 +104,10 @@ class GinMemory:
         device = self._ranks.device
         settle(self._ranks)
         with on_device(device):
-            asked = requirements_of(self._layout, contexts, signals)
-            self._device_comm = self._nccl.create_device_comm(self._comm, asked, self._layout.types[DEVICE_COMM][0])
+            requirements = requirements_of(self._layout, contexts, signals)
+            self._device_comm = self._nccl.create_device_comm(
+                self._comm, requirements, self._layout.types[DEVICE_COMM][0]
+            )
             self._check_device_comm(contexts)
             copied = torch.frombuffer(bytearray(self._device_comm), dtype=torch.uint8).to(device, copy=True)
             state = torch.zeros(state_bytes, dtype=torch.uint8, device=device)

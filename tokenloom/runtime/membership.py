@@ -124,11 +124,11 @@ class Membership:
             if change[1:] != [request, _listed(ranks)]:
                 raise _differs(request, rank, change, self._notes.rank, _listed(ranks))
 
-        gone = ranks if request == "mask_ranks" else ()
-        there = [rank for rank in self.others if rank not in gone]
-        if not there:  # whoever goes on alone waits for nobody, but may hear that others are not gone
+        leaving = ranks if request == "mask_ranks" else ()
+        staying = [rank for rank in self.others if rank not in leaving]
+        if not staying:  # a rank that goes on alone waits for nobody, but may hear that others are not gone
             AwaitedNotes(self._notes, self.name_of_change, self.others, compare).wait(0)
-        return AwaitedNotes(self._notes, self.name_of_change, there, compare)
+        return AwaitedNotes(self._notes, self.name_of_change, staying, compare)
 
     def _say_change(self, request: str, ranks: Collection[object]) -> None:
         self._changes += 1
@@ -185,15 +185,15 @@ class Membership:
         """Those of some ranks that wait for others themselves."""
         # A number of its own: one that others could overwrite with a lower one would never be answered.
         number = self._notes.count("roll call")
-        there: set[int] = set()
+        present: set[int] = set()
 
         def all_answered() -> bool:
             self.look()  # others may call as well
-            there.update(rank for rank in ranks if number and (self._notes.hear("here", rank) or 0) >= number)
-            return there == set(ranks) or number is None
+            present.update(rank for rank in ranks if number and (self._notes.hear("here", rank) or 0) >= number)
+            return present == set(ranks) or number is None
 
         poll(all_answered, ROLL_CALL_S)
-        return there
+        return present
 
     def _adopt(self, ranks: frozenset[int], why: str) -> None:
         self._losses += 1
@@ -213,17 +213,17 @@ class Membership:
 
     def best_progress(self) -> int:
         """The largest number that a rank has said of its progress, once nothing is unsettled."""
-        others = [progress for said in self._unsettled for _, _, progress in said.by_rank.values()]
+        others = [progress for holdings in self._unsettled for _, _, progress in holdings.by_rank.values()]
         return max([self.progress, *others])
 
     # -- gathers --------------------------------------------------------------------------------------------
 
     def unsettled(self) -> AwaitedNotes | None:
         """What must be waited for before a gather may be completed without the rows of lost ranks; None if nothing."""
-        for said in self._unsettled:
-            said.give_up(self.masked)
-            if not said.wait(0):
-                return said
+        for holdings in self._unsettled:
+            holdings.give_up(self.masked)
+            if not holdings.wait(0):
+                return holdings
         return None
 
     def complete(self, step: int, rows: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -237,11 +237,11 @@ class Membership:
             Bytes of each rank's row, those of lost ranks included that others hold.
         """
         rows = {rank: row for rank, row in rows.items() if rank not in self.lost}
-        for said in self._unsettled:
-            for holder, (held_step, texts, _) in said.by_rank.items():
+        for holdings in self._unsettled:
+            for holder, (held_step, texts, _) in holdings.by_rank.items():
                 if held_step == step and holder not in self.lost:  # not all may have heard what a lost one said
-                    held = {int(rank): bytearray(base64.b64decode(text)) for rank, text in texts.items()}
-                    rows |= {rank: torch.frombuffer(row, dtype=torch.uint8) for rank, row in held.items()}
+                    held_rows = {int(rank): bytearray(base64.b64decode(text)) for rank, text in texts.items()}
+                    rows |= {rank: torch.frombuffer(row, dtype=torch.uint8) for rank, row in held_rows.items()}
         self._unsettled.clear()
         self._gathered_step, self._gathered_rows = step, rows
         return rows

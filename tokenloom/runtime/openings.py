@@ -118,8 +118,8 @@ class Opening:
 
     def __init__(self, table: torch.Tensor) -> None:
         self._table = table.numpy()
-        self._there = self._table[:, STATUS] != _MASKED
-        self.absent = frozenset(np.flatnonzero(~self._there).tolist())
+        self._present = self._table[:, STATUS] != _MASKED
+        self.absent = frozenset(np.flatnonzero(~self._present).tolist())
         self.sequences = self._table[:, SEQUENCE].tolist()
         self.latest, self.made, self.size = (int(self._table[:, word].max()) for word in (LATEST, MADE, SIZE))
         self.words = table[:, _HEADER_WORDS:]
@@ -145,7 +145,7 @@ class Opening:
 
     def differs(self, word: int) -> bool:
         """Whether ranks that take part differ in MEANING or COMMUNICATOR."""
-        return len(set(self._table[self._there, word].tolist())) > 1
+        return len(set(self._table[self._present, word].tolist())) > 1
 
 
 def text_of(fields: Fields) -> dict[str, str]:
@@ -195,11 +195,11 @@ def raise_difference(texts: Sequence[Mapping[str, str] | None]) -> None:
         PlanMismatch: names the lowest rank that differs from rank 0 (or the lowest that is there), the field, and both
             values. PeerError: a rank that differed ended before it could say in what.
     """
-    there = [(rank, text) for rank, text in enumerate(texts) if text is not None]
-    base, expected = there[0]
-    names = dict.fromkeys(name for _, text in there for name in text)
+    present = [(rank, text) for rank, text in enumerate(texts) if text is not None]
+    base, expected = present[0]
+    names = dict.fromkeys(name for _, text in present for name in text)
     for name in names:
-        for rank, text in there:
+        for rank, text in present:
             if text.get(name) != expected.get(name):
                 raise PlanMismatch(rank, name, text.get(name), expected.get(name), base)
     if None in texts:

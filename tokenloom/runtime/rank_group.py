@@ -438,9 +438,9 @@ class RankGroup:
         self.require_maskable()
         self._watch.look()
         self.notes.step += 1
-        asked = self._membership.ask(request, ranks)
+        requests = self._membership.ask(request, ranks)
         with self.telling():
-            self._watch.wait(asked, request, self.step, self.open_timeout_s, opens=True)
+            self._watch.wait(requests, request, self.step, self.open_timeout_s, opens=True)
         self._watch.look()  # what the others knew when they asked, this rank knows now
         if not self._watch.masks_late:
             self._watch.require_none_failed()  # whoever asked, and was interrupted, will not connect
@@ -591,9 +591,9 @@ class RankGroup:
             return UNNUMBERED
         return gather_sequence(self.process_group)
 
-    def require_answers(self, came: Sequence[int], sequence: int, phase: str) -> None:
+    def require_answers(self, sequences: Sequence[int], sequence: int, phase: str) -> None:
         """Raise PeerTimeout unless all ranks sent this number: else the gather has ended without their answers."""
-        if any(each != sequence for each in came):
+        if any(each != sequence for each in sequences):
             raise self._watch.fail_unanswered(phase, self.step)
 
     def all_gather(self, row: torch.Tensor, phase: str, *, opens: bool = False) -> torch.Tensor:
@@ -607,9 +607,9 @@ class RankGroup:
         if self._watch.masks_late:
             with self.telling():
                 self._watch.settle_rows(phase, self.step)
-            held = out.view(torch.uint8).cpu()  # notes are made of it
-            came = {rank: held[rank] for rank in range(self.num_ranks) if rank not in transfer.lost}
-            rows = self._membership.complete(self.step, came)
+            bytes_of_all = out.view(torch.uint8).cpu()  # notes are made of it
+            arrived = {rank: bytes_of_all[rank] for rank in range(self.num_ranks) if rank not in transfer.lost}
+            rows = self._membership.complete(self.step, arrived)
             for rank in range(self.num_ranks):
                 if rank not in rows:
                     out[rank] = 0
@@ -625,7 +625,7 @@ class RankGroup:
         if self._links is not None:
             places = list(out.view(torch.uint8))
             out[self.rank] = row
-            return self._exchange([places[self.rank]] * self.num_ranks, places, out, phase, opens)
+            return self._start_transfers([places[self.rank]] * self.num_ranks, places, out, phase, opens)
         if self.process_group is None:
             out.copy_(row)
 
@@ -654,7 +654,7 @@ class RankGroup:
             out = rows.new_empty((sum(recv_counts), *rows.shape[1:]))
         sent, received = rows.view(torch.uint8), out.view(torch.uint8)
         if self._links is not None:
-            return self._exchange(sent.split(send_counts), received.split(recv_counts), out, phase)
+            return self._start_transfers(sent.split(send_counts), received.split(recv_counts), out, phase)
         if self.process_group is None:
             out.copy_(rows)
 
@@ -728,7 +728,7 @@ class RankGroup:
             count_gathers(self.process_group, -1)
         return self._awaited(collective, result, phase, opens, frozenset)
 
-    def _exchange(
+    def _start_transfers(
         self,
         parts: Sequence[torch.Tensor],
         places: Sequence[torch.Tensor],
@@ -740,8 +740,8 @@ class RankGroup:
         self._watch.begin()
         assert self._links is not None
         self.notes.step += 1
-        exchange = self._links.start(self._waiter, self._membership.others, parts, places, self.step)
-        return self._awaited(exchange, result, phase, opens, exchange.finish)
+        transfers = self._links.start(self._waiter, self._membership.others, parts, places, self.step)
+        return self._awaited(transfers, result, phase, opens, transfers.finish)
 
     def _awaited(
         self, awaited: Awaited, result: torch.Tensor, phase: str, opens: bool, finish: Callable[[], frozenset[int]]

@@ -40,16 +40,16 @@ def agree(ranks: RankGroup, prepare: Callable[[], tuple[dict[str, Any], Extra]],
     if fault is not None:
         fault.known_to_all = True  # type: ignore[attr-defined]
         raise fault
-    there = {rank: said for rank, said in enumerate(by_rank) if said is not None}
-    for rank, (reason, _, _) in there.items():
+    present = {rank: report for rank, report in enumerate(by_rank) if report is not None}
+    for rank, (reason, _, _) in present.items():
         if reason is not None:
             raise PeerError(rank, reason)
-    base = min(there)
-    for rank, (_, values, _) in there.items():
-        for name, value in there[base][1].items():
+    base = min(present)
+    for rank, (_, values, _) in present.items():
+        for name, value in present[base][1].items():
             if values.get(name) != value:
                 raise PlanMismatch(rank, name, values.get(name), value, base)
-    return [there.get(rank, there[base])[2] for rank in ranks.members]
+    return [present.get(rank, present[base])[2] for rank in ranks.members]
 
 
 def raising(fault: Exception) -> Callable[[], tuple[dict[str, Any], Any]]:

@@ -207,8 +207,8 @@ class StoreNotes:
 
     def missed_by(self, rank: int) -> list[int] | None:
         """Whom a rank has missed that has given up, empty if it does not know yet; None if it has not given up."""
-        said = self.hear("gave up", rank)
-        return None if said is None else list(said[1])
+        end = self.hear("gave up", rank)
+        return None if end is None else list(end[1])
 
     def who_gave_up(self) -> tuple[int, str] | None:
         """A rank that gave up and is not gone, the latest if it is one, and where."""
@@ -232,9 +232,9 @@ class StoreNotes:
             return None
         # Behind a rank that ends, one that is gone may say the same. It does not hide the other.
         for rank in (latest, *range(self.num_ranks)):
-            said = None if rank in self.gone else self.hear(how, rank)
-            if said is not None:
-                return rank, said[0]
+            end = None if rank in self.gone else self.hear(how, rank)
+            if end is not None:
+                return rank, end[0]
         return None
 
     def leave(self) -> None:
@@ -246,8 +246,8 @@ class StoreNotes:
         self.say("left", self.step)
         self._left = True
         # Not their number: ranks that are gone may have left too.
-        there = [rank for rank in range(self.num_ranks) if rank not in self.gone]
-        if all(self.hear_at(self.key("left", rank)) is not None for rank in there):
+        present = [rank for rank in range(self.num_ranks) if rank not in self.gone]
+        if all(self.hear_at(self.key("left", rank)) is not None for rank in present):
             names = {("notes", False), ("waits", False)}
             names |= {(how, everybody) for how in ("gave up", "failed") for everybody in (False, True)}
             for name, everybody in sorted(names | self._names):

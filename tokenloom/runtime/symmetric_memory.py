@@ -338,8 +338,8 @@ def lent(memory: torch.Tensor) -> tuple[torch.Tensor, weakref.ref[Any]]:
         a view of it, nor anything else with its storage.
     """
     if memory.is_cuda:
-        held = _Lent(memory)
-        return _tensor_over(held, memory.device), weakref.ref(held)
+        owner = _Lent(memory)
+        return _tensor_over(owner, memory.device), weakref.ref(owner)
     array: Any = (ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr())
     array.kept = memory
     return torch.frombuffer(array, dtype=torch.uint8), weakref.ref(array)

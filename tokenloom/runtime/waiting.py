@@ -240,14 +240,14 @@ class Watch:
         self.require_none_failed()  # first: a process that is interrupted says so, and may end then
         if awaited.broken:
             return f"the connection broke ({next(iter(awaited.broken.values()))})"
-        said = self.notes.who_gave_up()  # first: who gave up because another left says so behind that
+        end = self.notes.who_gave_up()  # first: a rank that gave up because another left says so behind that
         if set(self.notes.who_left_before(step)) - self.membership.masked:
             return "the communicator was closed there"
         self._require_same_mask(step)
-        if said is None and isinstance(awaited, Collective) and self._siblings.why_apart(self.notes):
+        if end is None and isinstance(awaited, Collective) and self._siblings.why_apart(self.notes):
             self.require_none_failed()  # once more: a rank that failed says so before it says that the ranks are apart
             self._siblings.require_together()
-        return said[1] if said else None
+        return end[1] if end else None
 
     def require_none_failed(self) -> None:
         """Raise PeerError if another rank has told that it failed in the middle of a call. That breaks the group."""
@@ -261,8 +261,8 @@ class Watch:
         """Which of some ranks have not come to wait in this step or a later one, nor in vain; nobody, if the store is
         gone.
         """
-        there = self._signed_in(ranks, step)
-        return [] if there is None else sorted(set(ranks) - there)
+        present = self._signed_in(ranks, step)
+        return [] if present is None else sorted(set(ranks) - present)
 
     def _signed_in(self, ranks: Collection[int], step: int) -> set[int] | None:
         """Those of some ranks that wait in this step or a later one, or soon will; None if the store is gone.
@@ -270,23 +270,23 @@ class Watch:
         A rank that gives up in an earlier step is there too, unless it is this one that it has missed: whoever is lost
         may have reached this rank and not that one.
         """
-        me, there, perhaps = self.notes.rank, set[int](), set[int]()
+        me, present, undecided = self.notes.rank, set[int](), set[int]()
 
         def reason_to_stop() -> str:
-            for rank in set(ranks) - there:
+            for rank in set(ranks) - present:
                 waits = self.notes.waits_in(step, rank)
                 if waits is None:
                     return STORE_IS_GONE
                 missing = self.notes.missed_by(rank)
                 if waits or (missing and me not in missing):
-                    there.add(rank)
+                    present.add(rank)
                 elif missing == []:  # it asks who is there
-                    perhaps.add(rank)
+                    undecided.add(rank)
                 else:
-                    perhaps.discard(rank)
-            return "all are there" if there == set(ranks) else ""
+                    undecided.discard(rank)
+            return "all are there" if present == set(ranks) else ""
 
-        return None if poll(reason_to_stop, ROLL_CALL_S) == STORE_IS_GONE else there | perhaps
+        return None if poll(reason_to_stop, ROLL_CALL_S) == STORE_IS_GONE else present | undecided
 
     # -- a rank that does not come is masked ----------------------------------------------------------------
 
@@ -375,14 +375,14 @@ class Watch:
 
     def _who_ended(self, step: int) -> set[int]:
         """Ranks that have failed, given up or closed their communicator, as they say themselves."""
-        said = {each[0] for each in (self.notes.who_failed(), self.notes.who_gave_up()) if each is not None}
-        return said | set(self.notes.who_left_before(step))
+        ends = self.notes.who_failed(), self.notes.who_gave_up()
+        return {end[0] for end in ends if end is not None}.union(self.notes.who_left_before(step))
 
     def settle_rows(self, phase: str, step: int) -> None:
         """Wait until it is known which rows of ranks that were lost meanwhile count in this gather."""
-        while (said := self.membership.unsettled()) is not None:
+        while (holdings := self.membership.unsettled()) is not None:
             # A rank that has left says nothing more, whatever it has started.
-            self._await(_Wait(said, phase, step, self._timeout_s, left_before=sys.maxsize))
+            self._await(_Wait(holdings, phase, step, self._timeout_s, left_before=sys.maxsize))
 
     def _require_same_mask(self, step: int) -> None:
         try:

@@ -48,7 +48,7 @@ AGREEMENT = (
       "runtime.connecting:take_back", 'call["terms"].get(term) != value', "False",
       f"{REJOIN}::test_who_comes_back_different"),
     M("back-without-a-connection", "ranks go on with one that could not connect with all of them",
-      "runtime.connecting:_who_failed", "next(iter([*said, *absent]), [])", "[]",
+      "runtime.connecting:_who_failed", "next(iter([*failed, *absent]), [])", "[]",
       f"{REJOIN}::test_who_cannot_connect", num_ranks=4),
 )
 
@@ -56,7 +56,7 @@ TRANSFERS = (
     M("open-calls-lose-what-is-masked", "a mask counts for a call that is open", f"{WATCH}._leave_lost",
       "awaited.give_up(wait.lost)", "awaited.give_up(members.masked)",
       f"{MASKED}::test_a_call_that_is_open_is_finished_as_it_began", num_ranks=4),
-    M("lost-and-not-said", "a transfer does not say whose part it gave up", "runtime.links:Exchange.give_up",
+    M("lost-and-not-said", "a transfer does not say whose part it gave up", "runtime.links:PairTransfers.give_up",
       "self._absent |= self.pending.union(self.broken).intersection(ranks)", "pass",
       f"{LATE}::test_late_in_the_middle_of_a_call", num_ranks=4),
     M("parts-that-come-too-late", "what a rank sends late changes the result of a transfer that has ended without it",
@@ -81,7 +81,7 @@ TRANSFERS = (
       "torch.where(torch.tensor(gone, device=positions.device)[positions], -1, positions)", "positions",
       f"{MASKS}::test_negative_zeros"),
     M("masked-ranks-disagree", "the empty row of a masked rank counts as another call",
-      "runtime.openings:Opening.differs", "self._table[self._there, word]", "self._table[:, word]",
+      "runtime.openings:Opening.differs", "self._table[self._present, word]", "self._table[:, word]",
       f"{MASKS}::test_before"),
     M("compared-with-a-masked-rank", "PlanMismatch names rank 0, although it is masked",
       "runtime.openings:raise_difference", "PlanMismatch(rank, name, text.get(name), expected.get(name), base)",

@@ -47,7 +47,7 @@ RANKS = (
       "runtime.rank_group:RankGroup.require_answers", "each != sequence", "False",
       "tests/backends/test_network_faults.py::test_answers_that_are_stale", num_ranks=4),
     M("timeout-names-everybody", "PeerTimeout names ranks that are there too", "runtime.waiting:Watch._missing_ranks",
-      "sorted(set(ranks) - there)", "sorted(ranks)", *LATE_TESTS, num_ranks=4),
+      "sorted(set(ranks) - present)", "sorted(ranks)", *LATE_TESTS, num_ranks=4),
     M("who-gave-up-is-missing", "PeerTimeout names ranks that waited in vain for the missing one, in an earlier step",
       "runtime.waiting:Watch._signed_in", "waits or (missing and me not in missing)", "waits",
       "tests/runtime/test_rank_group.py::test_a_rank_that_gives_up_is_not_missing", num_ranks=4),
