@@ -199,12 +199,12 @@ def gather_sequence(group: dist.ProcessGroup) -> int:
 
 
 def count_gathers(group: dist.ProcessGroup, more: int = 1) -> None:
-    """Say that this rank starts so many more gathers that hosts wait for."""
+    """Count gathers that hosts wait for, and that this rank is about to start."""
     _gathers[group] = _gathers.get(group, UNNUMBERED) + more
 
 
 def all_have_ended() -> bool:
-    """Whether no collective of NCCL is left that may wait for a lost rank, as whoever waits for the device would."""
+    """Whether no collective of NCCL is left that may wait for a lost rank. A wait for the device would wait for it."""
     for collective in list(_open):  # other threads may have some
         if collective.has_ended():
             _open.discard(collective)

@@ -125,7 +125,7 @@ class Meeting:
         return f"{self.place}/links"
 
     def keys(self, num_ranks: int) -> list[str]:
-        """What ranks leave at the place while they connect, of a group of so many."""
+        """What the ranks of a group of this size leave at the place while they connect."""
         members = [rank for rank in range(num_ranks) if rank not in self.masked]
         reports = [f"{self.place}/connected/{rank}" for rank in members]
         return [*Links.keys(self.links, len(members)), *reports, f"{self.place}/failed"]

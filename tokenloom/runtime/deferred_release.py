@@ -79,7 +79,7 @@ def release_dropped() -> None:
             done = process != os.getpid()
             try:
                 done = done or undo()
-            except Exception as error:  # a GPU or a store that fails is not the fault of whoever calls this
+            except Exception as error:  # a GPU or a store that fails is no fault of the caller
                 raise_if_of_handler(error)
             finally:
                 if not done:

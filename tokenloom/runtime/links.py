@@ -69,7 +69,7 @@ class Links:
 
         Args:
             waiter: the thread that waits for them.
-            others: ranks that take part, but for this one.
+            others: the other ranks that take part.
             parts, places: contiguous tensors by rank, of all ranks of the group. Empty ones do not travel. Parts may
                 not change before the transfers have ended; what is on a GPU goes through the host.
             number: of the collective that the transfers make up, the same on all ranks.

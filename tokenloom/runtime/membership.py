@@ -93,7 +93,7 @@ class Membership:
 
     @property
     def others(self) -> list[int]:
-        """Ranks that take part, but for this one."""
+        """The other ranks that take part."""
         return [rank for rank in range(self._notes.num_ranks) if rank not in {*self.masked, self._notes.rank}]
 
     # -- masks that users ask for ---------------------------------------------------------------------------

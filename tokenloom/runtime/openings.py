@@ -154,7 +154,7 @@ def text_of(fields: Fields) -> dict[str, str]:
 
 
 class CallKind:
-    """Calls that mean the same but for the number of their dispatch: all else repeats from call to call.
+    """Calls that differ in the number of their dispatch only: all else repeats from call to call.
 
     Args:
         fields: those of one of these calls.

@@ -78,7 +78,7 @@ class RankGroup:
         terms: what all ranks have agreed on, by name; a rank that comes back must have the same.
         own_transport: calls go without collectives of the process group, so ranks can be left out of any group.
         served: there is a backend that makes calls again without ranks that are lost meanwhile. It needs the notes.
-        missed: ranks whose part of a transfer did not come. Whoever makes calls empties it.
+        missed: ranks whose part of a transfer did not come. The maker of calls empties it.
         processes: of other ranks, as far as this one has shared memory with them since ranks last came back.
         turn: lets one thread at a time make calls.
         met_at: number of the collective before ranks last came back, the same on all ranks; 0 if none has.
@@ -350,7 +350,7 @@ class RankGroup:
             PeerTimeout: the store is gone. CommunicatorBroken: this rank was lost.
         """
         with self.telling():
-            self._watch.lose_absent(phase, self.step, ended)
+            self._watch.lose_absent(phase, ended)
 
     def settle_losses(self, phase: str, name: str) -> int:
         """Wait until all others have learned of all losses that this rank knows of.
@@ -365,7 +365,7 @@ class RankGroup:
             The largest number that a rank had said with :meth:`say_progress`, the same on all ranks.
         """
         with self.telling():
-            self._watch.settle_rows(phase, self.step)
+            self._watch.settle_rows(phase)
         progress, step = self.settle(name, [self._membership.best_progress(), self.step + STEPS_APART], phase)
         self.notes.skip_to(step)
         return int(progress)
@@ -443,7 +443,7 @@ class RankGroup:
             self._watch.wait(requests, request, self.step, self.open_timeout_s, opens=True)
         self._watch.look()  # what the others knew when they asked, this rank knows now
         if not self._watch.masks_late:
-            self._watch.require_none_failed()  # whoever asked, and was interrupted, will not connect
+            self._watch.require_none_failed()  # a rank that asked, and was interrupted, will not connect
 
     def rejoin(self, masks_late: bool) -> None:
         """Come back to ranks that have masked this one, once they :meth:`unmask` it.
@@ -490,16 +490,13 @@ class RankGroup:
         """
         if self.num_ranks == 1:
             return [value]
-        found = self._gather_objects(value, phase)
+        table, absent = self.open({"call": openings.MEETING}, openings.as_words(value), phase, shown=phase)
+        found = openings.from_words(table, absent)
         if not isinstance(value, Verdict):
             for rank, each in enumerate(found):
                 if isinstance(each, Verdict):
                     raise PeerError(rank, each.text)
         return found
-
-    def _gather_objects(self, value: Any, phase: str) -> list[Any]:
-        table, absent = self.open({"call": openings.MEETING}, openings.as_words(value), phase, shown=phase)
-        return openings.from_words(table, absent)
 
     def open(
         self,
@@ -594,7 +591,7 @@ class RankGroup:
     def require_answers(self, sequences: Sequence[int], sequence: int, phase: str) -> None:
         """Raise PeerTimeout unless all ranks sent this number: else the gather has ended without their answers."""
         if any(each != sequence for each in sequences):
-            raise self._watch.fail_unanswered(phase, self.step)
+            raise self._watch.fail_unanswered(phase)
 
     def all_gather(self, row: torch.Tensor, phase: str, *, opens: bool = False) -> torch.Tensor:
         """[n] on every rank -> [W, n] on every rank: the same on all, zeros for masked ranks. The host waits for it.
@@ -606,7 +603,7 @@ class RankGroup:
         out = transfer.wait()
         if self._watch.masks_late:
             with self.telling():
-                self._watch.settle_rows(phase, self.step)
+                self._watch.settle_rows(phase)
             bytes_of_all = out.view(torch.uint8).cpu()  # notes are made of it
             arrived = {rank: bytes_of_all[rank] for rank in range(self.num_ranks) if rank not in transfer.lost}
             rows = self._membership.complete(self.step, arrived)
@@ -675,7 +672,7 @@ class RankGroup:
             alike: what else must be the same on all ranks, by name.
 
         Raises:
-            PeerError, PlanMismatch: as of :meth:`open`.
+            PeerError, PlanMismatch: see :meth:`open`.
         """
         opens = self.num_ranks > 1 and (host_waits or self._deadline_is_ours)
         if opens:

@@ -3,9 +3,9 @@
 Those whose collectives are the group's share the order of these, whichever of them starts one. So what opens a call
 tells ranks that have begun different things (openings.py). Others have connections of their own (links.py), on which
 nothing comes from a rank that calls another communicator. So a rank that waits long says where, in the key-value store
-of the group. Two ranks that wait for each other in different places will never meet. Whoever sees that writes it down,
-numbered, and the first to write a number decides it. All ranks raise it once, wherever they wait or call next, and
-count their collectives alike again.
+of the group. Two ranks that wait for each other in different places will never meet. A rank that sees it writes it
+down, numbered, and the first to write a number decides it. All ranks raise it once, wherever they wait or call next,
+and count their collectives alike again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Siblings:
     Attributes:
         groups: the :class:`RankGroup <tokenloom.runtime.rank_group.RankGroup>` of each.
         turn: lets one thread at a time make calls, since collectives of a group have one order.
-        collectives: how many of the group these have started: as many on all ranks, but for those that have parted.
+        collectives: how many of the group these have started: as many on all ranks that have not parted.
         join: starts one that says why this rank will not start the one that another waits in.
     """
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from tokenloom.runtime.deferred_release import release_dropped, undo_later, undo
 from tokenloom.runtime.process_identity import ProcessIdentity
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
+from tokenloom.runtime.store_notes import poll
 
 ALIGNMENT_BYTES = 256
 """Of every part of a buffer."""
@@ -40,6 +40,8 @@ GRANULARITY_BYTES = 2 << 20
 """The driver cuts smaller allocations out of a slab of this size, and a handle would open the whole slab to others."""
 CLOSE_TOGETHER_S = 0.2
 """How long a close waits for the other ranks to close too, so that the memory is free when it returns."""
+CLOSE_POLL_S = 0.002
+"""How often it looks."""
 
 
 @dataclass(frozen=True)
@@ -294,13 +296,12 @@ class _Shared:
 
 def _wait_for_others(shared: list[_Shared]) -> None:
     """Release what is queued; give other ranks, which do the same now, a moment to let go."""
-    deadline = time.monotonic() + CLOSE_TOGETHER_S
-    while True:
+
+    def are_done() -> bool:
         release_dropped()
-        waiting = any(not each.is_freed and not each.is_viewed() for each in shared)
-        if not waiting or time.monotonic() >= deadline:
-            return
-        time.sleep(0.002)
+        return all(each.is_freed or each.is_viewed() for each in shared)
+
+    poll(are_done, CLOSE_TOGETHER_S, CLOSE_POLL_S)
 
 
 class _Memory:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -49,37 +50,29 @@ class Awaited(Protocol):
         """Wait no longer for these ranks."""
 
 
+@dataclass
 class _Wait:
     """One wait of a rank.
 
-    Args:
-        awaited: what for.
-        phase: what is going on, for errors.
-        step: number of the collective.
-        limit_s: from one start of the wait to its deadline, in seconds.
-        announced: the same wait as ranks see it that may wait elsewhere, if they do.
-        left_before: ranks that have left before this step do not come. None: before ``step``.
-
     Attributes:
-        deadline: on the clock of :func:`time.monotonic`.
-        lost: ranks of which this one knows that they were lost.
-        num_vain: deadlines that have passed while all that are pending waited themselves.
+        awaited: what for. phase: what is going on, for errors. step: number of the collective.
+        limit_s: from each start of the wait to its deadline, in seconds.
+        left_before: ranks that have left before this step do not come.
+        announced: the same wait, for ranks that wait elsewhere; None where it opens no call.
+        lost: ranks that this one knew to be lost when the wait began last.
+        num_vain: deadlines that have passed while all ranks that are pending waited themselves.
     """
 
-    def __init__(
-        self,
-        awaited: Awaited,
-        phase: str,
-        step: int,
-        limit_s: float,
-        announced: AnnouncedWait | None = None,
-        left_before: int | None = None,
-    ) -> None:
-        self.awaited, self.phase, self.step, self.limit_s = awaited, phase, step, limit_s
-        self.announced = announced
-        self.left_before = step if left_before is None else left_before
-        self.lost: frozenset[int] = frozenset()
-        self.num_vain = 0
+    awaited: Awaited
+    phase: str
+    step: int
+    limit_s: float
+    left_before: int
+    announced: AnnouncedWait | None = None
+    lost: frozenset[int] = frozenset()
+    num_vain: int = 0
+
+    def __post_init__(self) -> None:
         self.start()
 
     def start(self) -> None:
@@ -147,8 +140,9 @@ class Watch:
                 different communicators. CommunicatorBroken: this rank was masked by the others.
         """
         self.require_alive()
+        limit_s = self._timeout_s if self.masks_late else limit_s
         with self._siblings.waiting(self.notes, phase, step) if opens else nullcontext() as announced:
-            self._await(_Wait(awaited, phase, step, self._timeout_s if self.masks_late else limit_s, announced))
+            self._await(_Wait(awaited, phase, step, limit_s, step, announced))
             if self.masks_late:
                 self._looked = time.monotonic()
 
@@ -180,13 +174,14 @@ class Watch:
         self.broken = f"an earlier call failed: {timeout}"
         return timeout
 
-    def fail_unanswered(self, phase: str, step: int) -> PeerTimeout:
+    def fail_unanswered(self, phase: str) -> PeerTimeout:
         """Break the group after a collective that has ended without the answers of all ranks; the error to raise.
 
         Raises:
             PeerError: a rank failed in the middle of a call.
         """
         self.require_none_failed()
+        step = self.notes.step
         self.notes.sign_in(step)
         self._give_up(step)
         missing = self._missing_ranks(self.membership.others, step)
@@ -267,7 +262,7 @@ class Watch:
     def _signed_in(self, ranks: Collection[int], step: int) -> set[int] | None:
         """Those of some ranks that wait in this step or a later one, or soon will; None if the store is gone.
 
-        A rank that gives up in an earlier step is there too, unless it is this one that it has missed: whoever is lost
+        A rank that gives up in an earlier step is there too, unless it is this one that it has missed: a lost rank
         may have reached this rank and not that one.
         """
         me, present, undecided = self.notes.rank, set[int](), set[int]()
@@ -330,11 +325,11 @@ class Watch:
             wait.start()
         awaited.give_up(wait.lost)
 
-    def lose_absent(self, phase: str, step: int, ended: Collection[int]) -> None:
+    def lose_absent(self, phase: str, ended: Collection[int]) -> None:
         """Settle who is late, after a wait that somebody else has ended. Maybe nobody: then all ranks learn of that.
 
         Args:
-            phase: what this rank waited in. step: number of the collective.
+            phase: what this rank waited in.
             ended: ranks whose process has ended.
         """
         before = self.membership.num_losses
@@ -347,7 +342,7 @@ class Watch:
             why = f"no answer within {self._timeout_s:g} s"
             self.look()
         if self.membership.num_losses == before:
-            self.lose(late, phase, step, why)
+            self.lose(late, phase, self.notes.step, why)
 
     def lose(self, late: Collection[int], phase: str, step: int, why: str) -> None:
         """Mask ranks, unless another rank was quicker to mask some."""
@@ -378,11 +373,11 @@ class Watch:
         ends = self.notes.who_failed(), self.notes.who_gave_up()
         return {end[0] for end in ends if end is not None}.union(self.notes.who_left_before(step))
 
-    def settle_rows(self, phase: str, step: int) -> None:
+    def settle_rows(self, phase: str) -> None:
         """Wait until it is known which rows of ranks that were lost meanwhile count in this gather."""
         while (holdings := self.membership.unsettled()) is not None:
             # A rank that has left says nothing more, whatever it has started.
-            self._await(_Wait(holdings, phase, step, self._timeout_s, left_before=sys.maxsize))
+            self._await(_Wait(holdings, phase, self.notes.step, self._timeout_s, left_before=sys.maxsize))
 
     def _require_same_mask(self, step: int) -> None:
         try:
