@@ -96,7 +96,6 @@ class Meeting:
 
     Attributes:
         place: keys of the meeting in the store begin with it.
-        notes: where the notes of the communicator are afterwards.
         step: number of the last collective.
         masked: ranks that are masked afterwards.
         calls: which call of each rank that comes back is answered.
@@ -106,7 +105,6 @@ class Meeting:
     """
 
     place: str
-    notes: str
     step: int
     masked: list[int]
     calls: dict[str, str]
@@ -118,6 +116,11 @@ class Meeting:
     def nodes(self) -> Topology:
         """The topology, which has travelled as text."""
         return Topology(**self.topology | {"node_of": tuple(self.topology["node_of"])})
+
+    @property
+    def notes(self) -> str:
+        """Where the notes of the communicator are afterwards."""
+        return f"{self.place}/notes"
 
     @property
     def links(self) -> str:
@@ -155,30 +158,25 @@ def take_back(
         PeerTimeout: a rank has not called, or the store is gone. PlanMismatch: it was made with other arguments.
     """
 
-    def calls() -> dict[int, dict[str, Any] | None]:
-        return {rank: _open_call(notes, rank) for rank in sorted(back)}
+    awaited = sorted(set(back))
 
-    poll(lambda: notes.hear(name) is not None or None not in calls().values(), limit_s)
-    answered, missing = {}, []
-    for rank, call in calls().items():
-        if call is None:
-            missing.append(rank)
-        else:
-            answered[rank] = call
+    def open_calls() -> dict[int, dict[str, Any]]:
+        return {rank: call for rank in awaited if (call := _open_call(notes, rank)) is not None}
+
+    poll(lambda: notes.hear(name) is not None or len(open_calls()) == len(awaited), limit_s)
+    calls = open_calls()
     differs = [
         (rank, term, call["terms"].get(term, "nothing"), value)
-        for rank, call in answered.items()
+        for rank, call in calls.items()
         for term, value in terms.items()
         if call["terms"].get(term) != value
     ]
-    place = notes.key(name)
     meeting = Meeting(
-        place=place,
-        notes=f"{place}/notes",
+        place=notes.key(name),
         step=notes.step,
         masked=sorted(masked),
-        calls={str(rank): call["number"] for rank, call in answered.items()},
-        missing=missing,
+        calls={str(rank): call["number"] for rank, call in calls.items()},
+        missing=[rank for rank in awaited if rank not in calls],
         differs=differs[0] if differs else None,
         topology=asdict(topology),
     )
