@@ -185,6 +185,24 @@ def check_after_difference(ranks: RankGroup) -> None:
         together(ranks, [0, 1, 2])
 
 
+def test_a_rank_that_has_closed(pools: Pools) -> None:
+    """It is masked, also where ranks that ask for that look for each other long enough to see it has left."""
+    run(pools, ALL, check_closed_rank, timeout_s=LONG_S)
+
+
+def check_closed_rank(ranks: RankGroup) -> None:
+    together(ranks, ALL)
+    if ranks.rank == 3:
+        ranks.close()
+        done(ranks)
+        return
+    when_done(ranks, [3])
+    if ranks.rank == 1:
+        time.sleep(2.5 * waiting.LOOK_EVERY_S)
+    ranks.mask([3])
+    together(ranks, [0, 1, 2])
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["raise", "mask"])
 def test_a_rank_that_asks_for_no_mask(pools: Pools, late: bool) -> None:
     """It waits in a collective that the others do not start; all are told of the difference within seconds. Afterwards

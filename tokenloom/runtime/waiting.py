@@ -236,7 +236,9 @@ class Watch:
         if awaited.broken:
             return f"the connection broke ({next(iter(awaited.broken.values()))})"
         end = self.notes.who_gave_up()  # first: a rank that gave up because another left says so behind that
-        if set(self.notes.who_left_before(step)) - self.membership.masked:
+        # Not all that have left: a rank that these mask now may have closed its communicator before.
+        missed = set(awaited.pending or self.membership.others) - self.membership.masked
+        if missed.intersection(self.notes.who_left_before(step)):
             return "the communicator was closed there"
         self._require_same_mask(step)
         if end is None and isinstance(awaited, Collective) and self._siblings.why_apart(self.notes):
