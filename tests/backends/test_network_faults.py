@@ -29,9 +29,9 @@ from tests.support.slow import mostly_slow
 from tokenloom.backends.handshake import handshake
 from tokenloom.backends.network.inside import CollectivesInside
 from tokenloom.runtime import collectives, openings
+from tokenloom.runtime.collectives import Transfer
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
-from tokenloom.runtime.transfer import Transfer
 
 EXPERIMENTAL = True
 
@@ -190,7 +190,7 @@ def stale(ranks: RankGroup, call: str) -> Iterator[None]:
         ranks.notes.step += 1
         former, behind = row.expand(ranks.num_ranks, -1).clone(), opens and call.startswith("bytes")
         if not behind:
-            former[:, openings.STAMP] -= 1
+            former[:, openings.SEQUENCE] -= 1
         return Transfer(former, None if behind else wait)
 
     def wait() -> frozenset[int]:

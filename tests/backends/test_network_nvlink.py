@@ -25,11 +25,11 @@ from tests.support.slow import mostly_slow
 from tokenloom import reference
 from tokenloom.backends.network import nvlink_inside, registration
 from tokenloom.backends.network.inside import CollectivesInside
+from tokenloom.backends.network.node_ranks import NodeRanks
 from tokenloom.backends.network.nvlink_inside import NvlinkInside, inner_plans, objection
 from tokenloom.backends.registration import Availability, Request
 from tokenloom.kernels.common import MAX_RANKS
 from tokenloom.plan import Plan
-from tokenloom.runtime.node_ranks import NodeRanks
 from tokenloom.runtime.processes import RankContext, RankPool
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology, pretended

@@ -15,7 +15,7 @@ from tests.support.cases import Case, Problem, make_comm, make_problem, same_bit
 from tests.support.graph_cases import EXPERT, ROUNDS, TOKEN, Captured, Kind, Step, plan_of
 from tests.support.nvlink_cases import BACKEND, meet, new_comm, round_trip
 from tests.support.on_ranks import on_ranks
-from tokenloom.runtime.leftovers import release_dropped
+from tokenloom.runtime.deferred_release import release_dropped
 from tokenloom.runtime.processes import RankContext
 
 CASE = Case("lifetimes", "", tokens=(40, 23, 0, 31), spare=3, hidden=256, top_k=4, experts_per_rank=6, seed=3)

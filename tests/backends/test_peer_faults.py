@@ -28,8 +28,8 @@ from tests.conftest import Ranks
 from tests.support.cases import Case, make_comm, make_problem, same_bits, same_routed
 from tests.support.graph_cases import ROUNDS, TOKEN, Captured, Step, plan_of
 from tests.support.on_ranks import on_ranks
+from tokenloom.runtime.deferred_release import release_dropped
 from tokenloom.runtime.kernel_reports import PHASES, SOME_CALL
-from tokenloom.runtime.leftovers import release_dropped
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.symmetric_memory import GRANULARITY_BYTES
 

@@ -24,8 +24,8 @@ from tests.conftest import NETWORK_RANKS, Ranks
 from tests.support.cases import BF16, FP32, make_comm, make_problem
 from tests.support.graph_cases import Captured, experts
 from tokenloom.plan import LAYOUTS, ROUTE_LAYOUTS, Plan
-from tokenloom.runtime.leftovers import release_dropped
-from tokenloom.runtime.noteboard import store_of
+from tokenloom.runtime.deferred_release import release_dropped
+from tokenloom.runtime.process_groups import store_of
 from tokenloom.runtime.processes import RankContext, RankPool
 
 BACKEND = "nvlink"

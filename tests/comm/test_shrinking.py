@@ -18,8 +18,8 @@ from tests.support.slow import mostly_slow
 from tokenloom.comm.growing import Communicators, Shape
 from tokenloom.compat import deep_ep
 from tokenloom.runtime.links import Links
-from tokenloom.runtime.noteboard import Noteboard
 from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.store_notes import StoreNotes
 
 RANKS, LOST, HIDDEN, TOP_K = 4, 2, 16, 2
 TIMEOUT_S, LONG_S = 2.0, 600.0
@@ -78,7 +78,7 @@ def before_call(number: int) -> Callable[[int], object]:
 
 
 def at_note(number: int) -> Callable[[int], object]:
-    return lambda at: end_at(Noteboard, "say_at", number) if at == 0 else None
+    return lambda at: end_at(StoreNotes, "say_at", number) if at == 0 else None
 
 
 def at_exchange(number: int) -> Callable[[int], object]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tokenloom.runtime import collectives, leftovers
+from tokenloom.runtime import collectives, deferred_release
 from tokenloom.runtime.collectives import Collective, CollectiveOnStream, all_have_ended
 
 SUCCESS, TIMEOUT, COMM_ERROR = 0, 1, 2
@@ -147,7 +147,7 @@ def test_a_device_with_a_collective_that_may_never_end(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     device, work = torch.device("cuda", 0), Work(is_over=False)
     start(work)
-    assert not leftovers.synchronize(device)
+    assert not deferred_release.synchronize(device)
     work.is_over = True
-    assert leftovers.synchronize(device)
+    assert deferred_release.synchronize(device)
     assert waited == ["stream", "device"]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tokenloom.runtime import graph_references
+from tokenloom.runtime.deferred_release import release_dropped
 from tokenloom.runtime.graph_references import GraphReferences
-from tokenloom.runtime.leftovers import release_dropped
 
 
 class Driver:

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tokenloom.runtime import kernel_reports, leftovers
+from tokenloom.runtime import deferred_release, kernel_reports
 from tokenloom.runtime.kernel_reports import CallOutcome, CallRecords, FaultFlag, HostCounts
 
 CPU = torch.device("cpu")
@@ -180,14 +180,14 @@ def test_reads_are_ordered_where_the_machine_does_not(in_order: bool, memory: li
 
 def test_memory_outlives_the_kernels_that_write_it(memory: list[torch.Tensor]) -> None:
     """torch would give pinned memory to the next who asks, while a kernel of a dropped communicator still writes."""
-    leftovers.release_dropped()
+    deferred_release.release_dropped()
     made = [FaultFlag(CPU, 0), CallRecords(CPU, 1), HostCounts(CPU, 1)]
     words = [weakref.ref(each) for each in memory]
     memory.clear()
-    with mock.patch.object(leftovers, "wait_for", return_value=False):
+    with mock.patch.object(deferred_release, "wait_for", return_value=False):
         del made
         gc.collect()
-        leftovers.release_dropped()
+        deferred_release.release_dropped()
         assert all(word() is not None for word in words)
-    leftovers.release_dropped()
+    deferred_release.release_dropped()
     assert not any(word() is not None for word in words)

@@ -13,10 +13,10 @@ import pytest
 
 from tests.support.patience import PATIENCE_S
 from tokenloom.runtime import links
-from tokenloom.runtime.links import Exchange, Waiter
+from tokenloom.runtime.links import PairTransfers, Waiter
 
 
-class Transfer:
+class Work:
     """One of gloo with a rank that does not come: only a wait that expires ends the others."""
 
     def __init__(self) -> None:
@@ -30,37 +30,37 @@ class Transfer:
         raise RuntimeError("Application timeout caused pair closure")
 
 
-def exchange_with(waiter: Waiter, *ranks: int) -> tuple[Exchange, dict[int, Transfer]]:
-    transfers = {rank: Transfer() for rank in ranks}
-    works: Any = {rank: [transfer] for rank, transfer in transfers.items()}
-    return Exchange(waiter, works, {}, [], frozenset()), transfers
+def transfers_with(waiter: Waiter, *ranks: int) -> tuple[PairTransfers, dict[int, Work]]:
+    works = {rank: Work() for rank in ranks}
+    started: Any = {rank: [work] for rank, work in works.items()}
+    return PairTransfers(waiter, started, {}, [], frozenset()), works
 
 
 def test_connections_that_break_while_one_looks() -> None:
     """The thread says what has ended at any moment, also between two looks of a rank that lists what broke before."""
-    exchange = Exchange(Waiter(), {rank: [] for rank in range(4)}, {}, [], frozenset())
-    exchange.ended(0, "broke")
-    for rank in exchange.broken:
+    transfers = PairTransfers(Waiter(), {rank: [] for rank in range(4)}, {}, [], frozenset())
+    transfers.ended(0, "broke")
+    for rank in transfers.broken:
         assert rank == 0
-        exchange.ended(1, "broke too")
-    for _ in exchange.pending:
-        exchange.ended(2, None)
-    assert exchange.pending == {3}
-    assert exchange.broken == {0: "broke", 1: "broke too"}
-    exchange.give_up([0, 3])
-    assert not exchange.pending
-    assert list(exchange.broken) == [1]
+        transfers.ended(1, "broke too")
+    for _ in transfers.pending:
+        transfers.ended(2, None)
+    assert transfers.pending == {3}
+    assert transfers.broken == {0: "broke", 1: "broke too"}
+    transfers.give_up([0, 3])
+    assert not transfers.pending
+    assert list(transfers.broken) == [1]
 
 
 @pytest.mark.parametrize("end", [Waiter.close, lambda _: links._end_threads()], ids=["closed", "Python ends"])
 def test_threads_that_ranks_hold_up_end(end: Callable[[Waiter], None]) -> None:
     """Those that nobody wants to hear of any more, and the one in their place."""
     waiter = Waiter()
-    exchange, transfers = exchange_with(waiter, 1, 2)
-    exchange.wait(0)
-    assert transfers[1].is_waited_for.wait(PATIENCE_S)
-    exchange.give_up([1])
-    assert transfers[2].is_waited_for.wait(PATIENCE_S)
+    transfers, works = transfers_with(waiter, 1, 2)
+    transfers.wait(0)
+    assert works[1].is_waited_for.wait(PATIENCE_S)
+    transfers.give_up([1])
+    assert works[2].is_waited_for.wait(PATIENCE_S)
     threads = list(waiter._at)
     assert len(threads) == 2
     end(waiter)
@@ -71,9 +71,9 @@ def test_threads_that_ranks_hold_up_end(end: Callable[[Waiter], None]) -> None:
 def test_a_thread_with_nothing_to_do_ends() -> None:
     """And at once, since no wait must expire first."""
     waiter = Waiter()
-    exchange, _ = exchange_with(waiter, 1)
-    exchange._works[1] = []
-    assert exchange.wait(PATIENCE_S)
+    transfers, _ = transfers_with(waiter, 1)
+    transfers._works[1] = []
+    assert transfers.wait(PATIENCE_S)
     (thread,) = waiter._at
     waiter.close()
     assert not thread.is_alive()
@@ -82,11 +82,11 @@ def test_a_thread_with_nothing_to_do_ends() -> None:
 def test_a_waiter_that_was_dropped_ends_with_python() -> None:
     """Its thread keeps it."""
     waiter = Waiter()
-    exchange, transfers = exchange_with(waiter, 1)
-    exchange.wait(0)
-    assert transfers[1].is_waited_for.wait(PATIENCE_S)
+    transfers, works = transfers_with(waiter, 1)
+    transfers.wait(0)
+    assert works[1].is_waited_for.wait(PATIENCE_S)
     (thread,) = waiter._at
-    del waiter, exchange
+    del waiter, transfers
     gc.collect()
     links._end_threads()
     assert not thread.is_alive()
@@ -98,10 +98,10 @@ def test_a_thread_that_cannot_start() -> None:
     try:
         error = RuntimeError("can't start new thread")
         with mock.patch.object(threading.Thread, "start", side_effect=error), pytest.raises(RuntimeError, match="new"):
-            exchange_with(waiter, 1)[0].wait(0)
-        exchange = Exchange(waiter, {2: []}, {}, [], frozenset())
-        for transfer in list(waiter._tasks):
-            transfer[0].break_off(transfer[1])
-        assert exchange.wait(PATIENCE_S)
+            transfers_with(waiter, 1)[0].wait(0)
+        transfers = PairTransfers(waiter, {2: []}, {}, [], frozenset())
+        for task in list(waiter._tasks):
+            task[0].break_off(task[1])
+        assert transfers.wait(PATIENCE_S)
     finally:
         waiter.close()

@@ -166,6 +166,21 @@ def test_after_lists_that_differ(ranks: RankGroup) -> None:
         together(ranks, [0, 1, 2])
 
 
+@on_group(ALL, timeout_s=LONG_S)
+def test_a_rank_that_has_closed(ranks: RankGroup) -> None:
+    """It is masked, also where ranks that ask for that look for each other long enough to see it has left."""
+    together(ranks, ALL)
+    if ranks.rank == 3:
+        ranks.close()
+        done(ranks)
+        return
+    when_done(ranks, [3])
+    if ranks.rank == 1:
+        time.sleep(2.5 * waiting.LOOK_EVERY_S)
+    ranks.mask([3])
+    together(ranks, [0, 1, 2])
+
+
 @on_group(ALL, open_timeout_s=LONG_S, timeout_s=LONG_S)
 @pytest.mark.parametrize("late", [False, True], ids=["raise", "mask"])
 def test_a_rank_that_asks_for_no_mask(ranks: RankGroup, late: bool) -> None:
@@ -184,7 +199,7 @@ def test_a_rank_that_asks_for_no_mask(ranks: RankGroup, late: bool) -> None:
         with pytest.raises(tl.PlanMismatch, match=r"rank 1 has mask_ranks=nothing, rank \d has mask_ranks=\[3\]"):
             ranks.mask([3])
         ranks.require_alive()
-    assert time.monotonic() - began < waiting.SIGN_IN_AFTER_S + NOTICE_S
+    assert time.monotonic() - began < waiting.LOOK_EVERY_S + NOTICE_S
 
 
 @on_group(ALL, timeout_s=LONG_S)
@@ -195,7 +210,7 @@ def test_a_rank_that_is_slow_is_not_out_of_step(ranks: RankGroup) -> None:
     for gone, there in ((3, [0, 1, 2]), (2, [0, 1])):
         # Only rank 1 waits for something: for a row of rank 2.
         if ranks.rank == 2:
-            time.sleep(waiting.SIGN_IN_AFTER_S + 2 * waiting.LOOK_EVERY_S)
+            time.sleep(3 * waiting.LOOK_EVERY_S)
         sends, receives = [0] * 4, [0] * 4
         sends[1], receives[2] = int(ranks.rank == 2), int(ranks.rank == 1)
         if ranks.rank != 3 or gone == 3:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tokenloom.runtime import membership
 from tokenloom.runtime.membership import Membership
-from tokenloom.runtime.noteboard import Noteboard
+from tokenloom.runtime.store_notes import POLL_S, StoreNotes
 
 
 class HeldUp:
@@ -49,12 +48,12 @@ def test_roll_calls_at_the_same_time() -> None:
     stores = [HeldUp(store, second, third), HeldUp(store, at_once, first), HeldUp(store, first, second)]
 
     def serve(rank: int) -> set[int]:
-        members = Membership(Noteboard(stores[rank], rank, 3))
+        members = Membership(StoreNotes(stores[rank], rank, 3))
         there = members.roll_call(members.others)
         heard_all[rank].set()
         while not all(each.is_set() for each in heard_all):
             members.look()  # as a rank does that waits
-            time.sleep(membership.POLL_S)
+            time.sleep(POLL_S)
         return there
 
     with ThreadPoolExecutor(3) as threads:

@@ -15,7 +15,7 @@ from tests.runtime.test_symmetric_memory import LAYOUT, PATIENCE_S
 from tests.support.on_ranks import on_ranks
 from tests.support.patience import done, when_done
 from tokenloom.runtime import symmetric_memory
-from tokenloom.runtime.leftovers import release_dropped
+from tokenloom.runtime.deferred_release import release_dropped
 from tokenloom.runtime.processes import RankContext, RankFailed, RankPool
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer, close_together

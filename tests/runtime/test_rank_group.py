@@ -245,7 +245,7 @@ def test_slow_rank(ranks: RankGroup) -> None:
     """Within the timeout nothing happens, also when the wait is long enough to sign in and to look at the notes."""
     open_call(ranks)
     if ranks.rank == 1:
-        time.sleep(waiting.SIGN_IN_AFTER_S + 2.5 * waiting.LOOK_EVERY_S)
+        time.sleep(3.5 * waiting.LOOK_EVERY_S)
     send_rows(ranks)
 
 
@@ -278,7 +278,7 @@ def check_late(ranks: RankGroup, late: list[int], delays: dict[int, float]) -> t
     assert f"rank(s) {', '.join(map(str, timeout.value.peers))}:" in str(timeout.value)
     for use in (open_call, send_rows, sum_up, rendezvous):
         with (
-            mock.patch.object(waiting.Watch, "_wait_or_break", side_effect=AssertionError("a broken group waits")),
+            mock.patch.object(waiting.Watch, "_await", side_effect=AssertionError("a broken group waits")),
             pytest.raises(tl.CommunicatorBroken, match=r"an earlier call failed.*make a new communicator"),
         ):
             use(ranks)
@@ -310,7 +310,7 @@ def test_a_rank_that_has_left(ranks: RankGroup, how: str) -> None:
         RankGroup(group)  # what was dropped is undone here
         return
     open_call(ranks)
-    time.sleep(waiting.SIGN_IN_AFTER_S)
+    time.sleep(waiting.LOOK_EVERY_S)
     send_rows(ranks)
     began = time.monotonic()
     with pytest.raises(tl.PeerTimeout, match="the communicator was closed there") as timeout:

@@ -20,11 +20,15 @@ class Answers:
         aborted: what has ended the group.
     """
 
-    num_ranks = 2
+    num_ranks, members = 2, range(2)
 
     def __init__(self, theirs: tuple[Any, ...]) -> None:
         self._theirs = theirs
         self.aborted: list[BaseException] = []
+
+    @property
+    def whole(self) -> Answers:
+        return self
 
     def abort(self, fault: BaseException) -> None:
         self.aborted.append(fault)

@@ -8,20 +8,20 @@ import pytest
 import torch.distributed as dist
 
 import tokenloom as tl
-from tokenloom.runtime.noteboard import Noteboard
 from tokenloom.runtime.siblings import THE_GROUP, Siblings
+from tokenloom.runtime.store_notes import StoreNotes
 
 FIRST, SECOND = "tokenloom/1", "tokenloom/2"
 
 
-def two(rank: int, store: Any) -> tuple[Siblings, list[Noteboard]]:
+def two(rank: int, store: Any) -> tuple[Siblings, list[StoreNotes]]:
     """Two communicators of a rank of two, on connections of their own, each behind its tenth collective."""
-    siblings, boards = Siblings(), [Noteboard(store, rank, 2) for _ in range(2)]
-    for notes in boards:
+    siblings, of_both = Siblings(), [StoreNotes(store, rank, 2) for _ in range(2)]
+    for notes in of_both:
         siblings.add(notes)
         notes.by_pairs, notes.step = True, 10
-    siblings.begin_partings(boards[0])
-    return siblings, boards
+    siblings.begin_partings(of_both[0])
+    return siblings, of_both
 
 
 @pytest.mark.parametrize("has_sent", [False, True])
@@ -79,14 +79,14 @@ def test_a_group_with_the_name_of_one_that_came_apart() -> None:
     """torch makes groups with the keys of such that were destroyed. The new one works, on all ranks."""
     store = dist.HashStore()
 
-    def made(rank: int) -> tuple[Siblings, Noteboard]:
-        siblings, notes = Siblings(), Noteboard(store, rank, 2)
+    def made(rank: int) -> tuple[Siblings, StoreNotes]:
+        siblings, notes = Siblings(), StoreNotes(store, rank, 2)
         siblings.add(notes)
         return siblings, notes
 
     (here, mine), (there, _) = made(0), made(1)
     here.part(mine, tl.PeerTimeout(0, [1], "a dispatch", 3, "no answer"))
-    there.add(Noteboard(store, 1, 2))  # which looks
+    there.add(StoreNotes(store, 1, 2))  # which looks
     for siblings in (here, there):
         with pytest.raises(tl.CommunicatorBroken, match="rank 0 has waited in vain in a dispatch; make a new process"):
             siblings.require_together()

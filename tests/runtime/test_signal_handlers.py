@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from tokenloom.runtime import collectives, leftovers
+from tokenloom.runtime import collectives, deferred_release
 from tokenloom.runtime.collectives import Collective
-from tokenloom.runtime.leftovers import release_dropped, undo_later
+from tokenloom.runtime.deferred_release import release_dropped, undo_later
 from tokenloom.runtime.links import Links, Waiter
-from tokenloom.runtime.noteboard import Noteboard
+from tokenloom.runtime.store_notes import StoreNotes
 
 
 class Watchdog(RuntimeError):
@@ -49,7 +49,7 @@ class Dog:
 )
 def handler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(collectives, "_unended", set())
-    monkeypatch.setattr(leftovers, "_waiting", deque())
+    monkeypatch.setattr(deferred_release, "_waiting", deque())
     before = signal.signal(signal.SIGUSR2, request.param)
     yield
     signal.signal(signal.SIGUSR2, before)
@@ -71,7 +71,7 @@ def start_transfer() -> None:
 
 def ask_store() -> None:
     store: Any = Torch()
-    Noteboard(store, 0, 1, True).call("add", "key", 1)
+    StoreNotes(store, 0, 1, True).call("add", "key", 1)
 
 
 def wait_for_collective() -> None:

@@ -25,8 +25,9 @@ import tokenloom as tl
 from tests.conftest import LIMIT_S
 from tests.runtime.fake_driver import OUT_OF_MEMORY, REFUSED, FakeDriver, fake_driver
 from tokenloom.errors import is_known_to_all
-from tokenloom.runtime import leftovers, noteboard, rendezvous, symmetric_memory
-from tokenloom.runtime.leftovers import release_dropped
+from tokenloom.runtime import deferred_release, rendezvous, store_notes, symmetric_memory
+from tokenloom.runtime.deferred_release import release_dropped
+from tokenloom.runtime.process_groups import store_of
 from tokenloom.runtime.processes import RankContext, RankFailed, RankPool
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer, close_together
@@ -216,7 +217,7 @@ def test_a_long_lived_server_does_not_grow(pools: Pools) -> None:
 
 
 def check_no_growth(ranks: RankGroup, driver: FakeDriver) -> None:
-    store = noteboard.store_of(ranks.process_group)
+    store = store_of(ranks.process_group)
     held: list[tuple[int, int, int, int]] = []
     gc.disable()  # or Python would collect when it likes
     gc.freeze()  # so that it has to look at what is made here alone
@@ -241,7 +242,7 @@ def check_no_growth(ranks: RankGroup, driver: FakeDriver) -> None:
                 release_dropped()
                 meet(ranks)
                 keys = [key for key in store.list_keys() if "tokenloom/" in key]
-                held.append((len(driver.memory), len(driver.mapped), len(leftovers._waiting), len(keys)))
+                held.append((len(driver.memory), len(driver.mapped), len(deferred_release._waiting), len(keys)))
                 meet(ranks)
     finally:
         gc.unfreeze()
@@ -266,7 +267,7 @@ def check_finalizer(ranks: RankGroup, driver: FakeDriver, in_a_cycle: bool) -> N
     if in_a_cycle:
         cycle.append(cycle)
     before = list(driver.calls)
-    with mock.patch.object(noteboard.Noteboard, "call", side_effect=AssertionError("a finalizer uses the store")):
+    with mock.patch.object(store_notes.StoreNotes, "call", side_effect=AssertionError("a finalizer uses the store")):
         del buffer, cycle
         gc.collect()
     assert driver.calls == before
@@ -339,7 +340,7 @@ def check_fork(ranks: RankGroup, driver: FakeDriver) -> None:
             gc.collect()
             release_dropped()
             ranks.close()
-            os._exit(0 if driver.calls == before and not leftovers._waiting else 1)
+            os._exit(0 if driver.calls == before and not deferred_release._waiting else 1)
         finally:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0

@@ -16,7 +16,7 @@ from tests.support.cases import Case, make_comm, make_problem
 from tests.support.on_ranks import on_ranks
 from tokenloom.jit.kernel import checked, load_driver
 from tokenloom.runtime import symmetric_memory
-from tokenloom.runtime.leftovers import release_dropped
+from tokenloom.runtime.deferred_release import release_dropped
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer, close_together

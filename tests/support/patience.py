@@ -24,7 +24,7 @@ def done(ranks: RankGroup, what: str = "done") -> None:
 
 def when_done(ranks: RankGroup, others: Sequence[int], what: str = "done") -> None:
     """Wait until others say so."""
-    assert membership.Notes(ranks.notes, what, others).wait(2 * PATIENCE_S)
+    assert membership.AwaitedNotes(ranks.notes, what, others).wait(2 * PATIENCE_S)
 
 
 @contextmanager

@@ -20,9 +20,9 @@ from tokenloom.errors import (
     PlanMismatch,
 )
 from tokenloom.plan import Plan
+from tokenloom.runtime.openings import Verdict
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology, pretended
-from tokenloom.runtime.verdict import Verdict
 
 __all__ = [
     "DEFAULT_SMS",

@@ -10,7 +10,7 @@ from tokenloom.kernels.common import MAX_BLOCKS
 from tokenloom.kernels.gemm.launch import BLOCK, tile_places
 from tokenloom.kernels.moe.launch import block_count_words, packed_bytes
 from tokenloom.plan import Plan
-from tokenloom.runtime.leftovers import keep_until_idle
+from tokenloom.runtime.deferred_release import keep_until_idle
 
 FP8 = torch.float8_e4m3fn
 LINE = 32

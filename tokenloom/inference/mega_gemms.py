@@ -23,7 +23,7 @@ from tokenloom.kernels.gemm.launch import (
 )
 from tokenloom.ops.gemm import Biases, swiglu_epilogue, tell_activation
 from tokenloom.plan import SWIGLU, Activation, Plan, align_up
-from tokenloom.runtime.leftovers import keep_until_idle
+from tokenloom.runtime.deferred_release import keep_until_idle
 
 
 def sms_for_gemms(device: torch.device) -> int:

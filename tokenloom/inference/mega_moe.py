@@ -373,7 +373,7 @@ class MegaMoE:
                 and (out is None or fits(out, (num_tokens, plan.hidden), torch.bfloat16, device))
                 and (out is None or out.data_ptr() % ALIGNMENT_BYTES == 0)
             )
-        except (AttributeError, IndexError, TypeError, RuntimeError):  # no tensor, or one without dimensions or shape
+        except (AttributeError, IndexError, RuntimeError):  # no tensor, or one without dimensions or shape
             return False
 
     def _checked(

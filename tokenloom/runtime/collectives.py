@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
-from tokenloom.runtime.signal_handlers import raise_if_of_handler
+from tokenloom.runtime.process_groups import raise_if_of_handler
 
 SPIN_S, PAUSE_S = 1e-3, 1e-4
 """A host that waits for NCCL asks all the time for so long, and with pauses then."""
@@ -28,6 +30,11 @@ NO_ERROR = 0
 
 gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Renamed in torch 2.13, which warns about the old name."""
+
+UNNUMBERED = 0
+"""The sequence number of gathers whose words cannot be stale."""
+_gathers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""Gathers of NCCL that hosts have waited for, by process group: its communicators share NCCL's buffers."""
 
 _open: set[CollectiveOnStream] = set()
 """Collectives of NCCL that this process has not seen the end of. After a PeerTimeout their kernels may go on."""
@@ -152,8 +159,52 @@ class CollectiveOnStream(Collective):
         return self._work.is_completed() and not _has_error(self._work)  # torch calls complete what has an error
 
 
+class Transfer:
+    """A collective that has been started. Transfers of a group are waited for in the order they were started.
+
+    Args:
+        result: what the collective fills.
+        wait: waits for it on the host or on the stream, and returns the ranks whose part did not come.
+    """
+
+    def __init__(self, result: torch.Tensor, wait: Callable[[], frozenset[int]] | None) -> None:
+        self._result, self._wait = result, wait
+        self._lost: frozenset[int] = frozenset()
+
+    def wait(self) -> torch.Tensor:
+        """The result. Over gloo the host waits for it. Over NCCL the current stream does, and the host too for what
+        opens a call.
+
+        Raises:
+            PeerTimeout: where the host waits, ranks are missing. CommunicatorBroken: they were in an earlier wait.
+        """
+        if self._wait is not None:
+            self._lost, self._wait = self._wait(), None
+        return self._result
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Ranks whose part did not come, since they are masked: it is zero. Known once the transfer was waited for."""
+        return self._lost
+
+
+def gather_sequence(group: dist.ProcessGroup) -> int:
+    """The sequence number of the next gather of NCCL that hosts wait for: the same on all ranks, which send it along.
+
+    Where a rank is lost, others may abort NCCL's communicator, or torch does as Python ends. Their kernels then send
+    what is in their buffers. Elsewhere the collective ends as if all had answered, with words of earlier collectives.
+    Those have other numbers, since NCCL matches collectives by their order.
+    """
+    return _gathers.get(group, UNNUMBERED) + 1
+
+
+def count_gathers(group: dist.ProcessGroup, more: int = 1) -> None:
+    """Count gathers that hosts wait for, and that this rank is about to start."""
+    _gathers[group] = _gathers.get(group, UNNUMBERED) + more
+
+
 def all_have_ended() -> bool:
-    """Whether no collective of NCCL is left that may wait for a lost rank, as whoever waits for the device would."""
+    """Whether no collective of NCCL is left that may wait for a lost rank. A wait for the device would wait for it."""
     for collective in list(_open):  # other threads may have some
         if collective.has_ended():
             _open.discard(collective)
@@ -209,9 +260,9 @@ def _gloo_threads() -> dict[str, tuple[str, str, str]]:
         try:
             if (folder / "comm").read_text().strip() == GLOO_THREAD:
                 lines = (folder / "status").read_text().splitlines()
-                said = dict(line.split(":", 1) for line in lines)
-                counts = (said["voluntary_ctxt_switches"], said["nonvoluntary_ctxt_switches"])
-                found[folder.name] = (said["State"].strip()[0], *counts)
+                status = dict(line.split(":", 1) for line in lines)
+                counts = (status["voluntary_ctxt_switches"], status["nonvoluntary_ctxt_switches"])
+                found[folder.name] = (status["State"].strip()[0], *counts)
         except OSError:  # it has ended meanwhile
             pass
     return found

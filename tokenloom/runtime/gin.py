@@ -17,14 +17,17 @@ import torch.distributed as dist
 from tokenloom.errors import BackendUnavailable, TokenloomError
 from tokenloom.jit.nccl_layout import DEVICE_COMM, REQUIREMENTS, Layout, read_layout
 from tokenloom.plan import align_up
-from tokenloom.runtime.leftovers import keep_until_idle, wait_for
+from tokenloom.runtime.deferred_release import keep_until_idle, wait_for
 from tokenloom.runtime.nccl import WINDOW_ALIGNMENT, library_with_headers
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
+from tokenloom.runtime.store_notes import poll
 from tokenloom.runtime.streams import on_device
 
 CLOSE_S = 10.0
 """Longest wait of a close for the other ranks, and then for NCCL."""
+CLOSE_POLL_S = 0.002
+"""How often a close looks for the other ranks."""
 SETTLE_S = 10.0
 """Longest wait for collective calls that the program has begun."""
 TYPES = {2: "PROXY", 3: "GDAKI", 4: "GPI", 5: "EFA_GDA"}
@@ -38,7 +41,7 @@ _FULL = 1
 class GinMemory:
     """What the kernels of one rank need to put to others over the network. Making one is collective.
 
-    Whoever drops it without a close keeps its memory until the process ends.
+    Where it is dropped without a close, its memory stays until the process ends.
 
     Args:
         ranks: a group over NCCL that has made a collective call, so that it has a communicator.
@@ -87,13 +90,13 @@ class GinMemory:
         self._comm = communicator_of(self._ranks)
         with on_device(self._ranks.device):
             self.address = self._nccl.allocate(self.num_bytes)
-        wanted = {
+        values = {
             "NCCL": headers.version,
             "bytes of a window": self.num_bytes,
             "contexts": contexts,
             "signals": signals,
         }
-        return wanted, None
+        return values, None
 
     def _register(self) -> tuple[dict[str, object], None]:
         with on_device(self._ranks.device):
@@ -104,8 +107,10 @@ class GinMemory:
         device = self._ranks.device
         settle(self._ranks)
         with on_device(device):
-            asked = requirements_of(self._layout, contexts, signals)
-            self._device_comm = self._nccl.create_device_comm(self._comm, asked, self._layout.types[DEVICE_COMM][0])
+            requirements = requirements_of(self._layout, contexts, signals)
+            self._device_comm = self._nccl.create_device_comm(
+                self._comm, requirements, self._layout.types[DEVICE_COMM][0]
+            )
             self._check_device_comm(contexts)
             copied = torch.frombuffer(bytearray(self._device_comm), dtype=torch.uint8).to(device, copy=True)
             state = torch.zeros(state_bytes, dtype=torch.uint8, device=device)
@@ -202,8 +207,7 @@ class GinMemory:
         keys = [f"{self._name}/{rank}" for rank in range(num_ranks)]
         verdict, passed = f"{self._name}/verdict", f"{self._name}/passed"
         notes.call("set", keys[self._ranks.rank], b"closes")
-        while not notes.call("check", keys) and time.monotonic() <= until:
-            time.sleep(0.002)
+        poll(lambda: notes.call("check", keys), until - time.monotonic(), CLOSE_POLL_S)
         if not notes.decide_at(verdict, bool(notes.call("check", keys))):
             return False
         if notes.call("add", passed, 1) == num_ranks:

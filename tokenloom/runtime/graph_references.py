@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from tokenloom.jit.kernel import checked, load_driver
-from tokenloom.runtime.leftovers import undo_later
+from tokenloom.runtime.deferred_release import undo_later
 
 _SEMAPHORE_BYTES = 64
 """More than sem_t has on any Linux."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenloom.errors import PeerTimeout
-from tokenloom.runtime.leftovers import keep_until_idle
+from tokenloom.runtime.deferred_release import keep_until_idle
 from tokenloom.runtime.topology import Topology
 
 OWN_BLOCKS, ARRIVALS = 4, 7
@@ -68,7 +68,7 @@ class FaultFlag:
 
     def __init__(self, device: torch.device, rank: int, topology: Topology | None = None) -> None:
         self._rank, self._device, self._topology = rank, device, topology
-        self._given_up: PeerTimeout | None = None
+        self._host_fault: PeerTimeout | None = None
         memory = _pinned(FAULT_WORDS)
         self._words = memoryview(memory.numpy())  # type: ignore[arg-type]  # items of it cost little
         self.record_address = memory.data_ptr()
@@ -81,20 +81,20 @@ class FaultFlag:
 
     def give_up(self, peers: list[int], cause: str) -> None:
         """End the waits of this rank's kernels from the host, which knows that the peers will never come."""
-        if self._given_up is None:
-            self._given_up = PeerTimeout(self._rank, peers, SOME_CALL, 0, cause, self._nodes(peers))
+        if self._host_fault is None:
+            self._host_fault = PeerTimeout(self._rank, peers, SOME_CALL, 0, cause, self._nodes(peers))
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 self.claimed.copy_(self._one, non_blocking=True)  # by a copy engine, beside the kernels that wait
                 self._stream.synchronize()
 
     def is_set(self) -> bool:
         """Whether a kernel has recorded a fault, or the host."""
-        return self._words[0] != 0 or self._given_up is not None
+        return self._words[0] != 0 or self._host_fault is not None
 
     def error(self) -> PeerTimeout | None:
         """The fault that a kernel recorded, or the host, if one did."""
         if not self._words[0]:
-            return self._given_up
+            return self._host_fault
         order_reads()
         _, peer, phase, epoch, wanted, seen = self._words.tolist()
         cause = f"its flag shows {seen}, {wanted} was wanted"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenloom.runtime.signal_handlers import raise_if_of_handler
+from tokenloom.runtime.process_groups import raise_if_of_handler
 
 FOREVER = timedelta(seconds=1e8)
 """How long a thread waits in gloo. When a wait of gloo expires, gloo closes the connections to all ranks."""
@@ -64,15 +64,15 @@ class Links:
         parts: Sequence[torch.Tensor],
         places: Sequence[torch.Tensor],
         number: int,
-    ) -> Exchange:
+    ) -> PairTransfers:
         """Start to send a part to each rank, and to fill the place of each.
 
         Args:
             waiter: the thread that waits for them.
-            others: ranks that take part, but for this one.
+            others: the other ranks that take part.
             parts, places: contiguous tensors by rank, of all ranks of the group. Empty ones do not travel. Parts may
-                not change before the exchange has ended; what is on a GPU goes through the host.
-            number: number of the exchange, the same on all ranks.
+                not change before the transfers have ended; what is on a GPU goes through the host.
+            number: of the collective that the transfers make up, the same on all ranks.
         """
         works: dict[int, list[dist.Work]] = {}
         broken: dict[int, str] = {}
@@ -95,11 +95,11 @@ class Links:
                     works[peer] = started
         self._open = [*filter(None, self._open), works]
         absent = frozenset(range(len(places))) - {self._rank, *others}
-        return Exchange(waiter, works, broken, list(zip(places, arriving, strict=True)), absent)
+        return PairTransfers(waiter, works, broken, list(zip(places, arriving, strict=True)), absent)
 
 
-class Exchange:
-    """Transfers with several ranks that belong together.
+class PairTransfers:
+    """Transfers with several ranks that make up one collective.
 
     Attributes:
         pending: ranks whose part has not ended.
@@ -146,11 +146,11 @@ class Exchange:
 
     def finish(self) -> frozenset[int]:
         """Fill the places, with zeros where a part did not come: the ranks of these."""
-        for rank, (place, came) in enumerate(self._places):
+        for rank, (place, arrival) in enumerate(self._places):
             if rank in self._absent:
                 place.zero_()
-            elif place.data_ptr() != came.data_ptr():
-                place.copy_(came)
+            elif place.data_ptr() != arrival.data_ptr():
+                place.copy_(arrival)
         return self._absent
 
     def wait_for(self, rank: int) -> str | None:
@@ -180,32 +180,32 @@ class Waiter:
     No thread may be left when Python ends: a wait of gloo that returns then ends the process with SIGABRT.
 
     Attributes:
-        changed: guards what the thread and its users share; it is notified when an exchange has ended or failed.
+        changed: guards what the thread and its users share; it is notified when transfers have ended or failed.
     """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self._tasks: deque[tuple[Exchange, int]] = deque()
+        self._tasks: deque[tuple[PairTransfers, int]] = deque()
         self._thread: threading.Thread | None = None
         # All threads that have not ended, and what each of them waits for.
-        self._at: dict[threading.Thread, tuple[Exchange, int] | None] = {}
+        self._at: dict[threading.Thread, tuple[PairTransfers, int] | None] = {}
         self._process = os.getpid()
         _waiters.add(self)
 
-    def take(self, exchange: Exchange, ranks: Sequence[int]) -> None:
-        """Wait for these parts of an exchange."""
+    def take(self, transfers: PairTransfers, ranks: Sequence[int]) -> None:
+        """Wait for these parts of some transfers."""
         with self.changed:
-            self._tasks.extend((exchange, rank) for rank in ranks)
+            self._tasks.extend((transfers, rank) for rank in ranks)
             if self._thread is None and ranks:
                 self._start()
             self.changed.notify_all()
 
-    def leave(self, exchange: Exchange, ranks: Collection[int]) -> None:
-        """Wait no longer for these parts of an exchange."""
+    def leave(self, transfers: PairTransfers, ranks: Collection[int]) -> None:
+        """Wait no longer for these parts of some transfers."""
         with self.changed:
-            self._tasks = deque(task for task in self._tasks if not (task[0] is exchange and task[1] in ranks))
+            self._tasks = deque(task for task in self._tasks if not (task[0] is transfers and task[1] in ranks))
             at = self._at.get(self._thread) if self._thread is not None else None
-            if at is not None and at[0] is exchange and at[1] in ranks:
+            if at is not None and at[0] is transfers and at[1] in ranks:
                 self._start()
 
     def close(self) -> None:
@@ -248,14 +248,14 @@ class Waiter:
             self.changed.wait_for(lambda: self._thread is not me or bool(self._tasks))
             if self._thread is not me:
                 return False
-            self._at[me] = exchange, rank = self._tasks.popleft()
-        error = exchange.wait_for(rank)
+            self._at[me] = transfers, rank = self._tasks.popleft()
+        error = transfers.wait_for(rank)
         with self.changed:
             self._at[me] = None
             if self._thread is not me:
                 return False
-            exchange.ended(rank, error)
-            if exchange.broken or not exchange.pending:
+            transfers.ended(rank, error)
+            if transfers.broken or not transfers.pending:
                 self.changed.notify_all()
         return True
 

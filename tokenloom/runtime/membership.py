@@ -1,4 +1,4 @@
-"""Which ranks of a group take part, and how those that are there agree about it at the noteboard.
+"""Which ranks of a group take part, and how those that are there agree about it by notes in the store.
 
 Ranks are masked in two ways. Users mask them (:meth:`Membership.ask`): all living ranks ask for the same, and compare
 what they asked for. Or ranks that wait for one that does not come lose it (:meth:`Membership.lose`): losses
@@ -13,79 +13,65 @@ hold, and all see the same rows.
 from __future__ import annotations
 
 import base64
-import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tokenloom.errors import InvalidArgument, PlanMismatch
-from tokenloom.runtime.noteboard import Noteboard
+from tokenloom.runtime.store_notes import StoreNotes, poll
 
-POLL_S = 0.02
-"""How often a rank looks for a note that others are about to leave."""
 ROLL_CALL_S = 2.0
 """How long ranks have to answer a roll call: a few of the looks that each rank takes while it waits."""
 
 
-class Notes:
-    """A note that each of several ranks leaves; it can be waited for like an exchange.
+class AwaitedNotes:
+    """A note that each of several ranks leaves; it can be waited for like transfers.
 
     Attributes:
         pending: ranks that have not left theirs.
         broken: always empty.
-        heard: what the others left, by rank.
+        by_rank: what the others left.
 
     Args:
-        notes: the noteboard.
+        notes: of the group.
         name: name of the note.
         ranks: who leaves one.
         check: looks at each note as soon as it is there, with its rank, and may raise.
     """
 
     def __init__(
-        self, notes: Noteboard, name: str, ranks: Iterable[int], check: Callable[[int, Any], None] | None = None
+        self, notes: StoreNotes, name: str, ranks: Iterable[int], check: Callable[[int, Any], None] | None = None
     ) -> None:
         self.pending = set(ranks)
-        self.heard: dict[int, Any] = {}
+        self.by_rank: dict[int, Any] = {}
         self.broken: dict[int, str] = {}
         self._notes, self._name, self._check = notes, name, check
 
     def wait(self, seconds: float) -> bool:
         """Wait until all have left theirs: whether they have."""
-        deadline = time.monotonic() + seconds
-        while True:
-            for rank in sorted(self.pending):
-                value = self._notes.hear(self._name, rank)
-                if value is None:
-                    continue
+        return poll(self._are_there, seconds)
+
+    def _are_there(self) -> bool:
+        for rank in sorted(self.pending):
+            value = self._notes.hear(self._name, rank)
+            if value is not None:
                 if self._check is not None:
                     self._check(rank, value)
-                self.heard[rank] = value
+                self.by_rank[rank] = value
                 self.pending.discard(rank)
-            if not self.pending or time.monotonic() >= deadline:
-                return not self.pending
-            time.sleep(POLL_S)
+        return not self.pending
 
     def give_up(self, ranks: Collection[int]) -> None:
         """Wait no longer for these ranks."""
         self.pending.difference_update(ranks)
 
 
-@dataclass
-class _Gathered:
-    """The last gather that this rank has completed: its step, and the bytes of each rank's row."""
-
-    step: int
-    rows: dict[int, torch.Tensor] = field(default_factory=dict)
-
-
 class Membership:
     """The ranks of one group that take part.
 
     Args:
-        notes: the noteboard of the group.
+        notes: of the group.
 
     Attributes:
         masked: ranks that are left out.
@@ -94,24 +80,25 @@ class Membership:
         progress: a number that a rank says whenever it adopts a loss, such as how many of its calls have ended.
     """
 
-    def __init__(self, notes: Noteboard) -> None:
+    def __init__(self, notes: StoreNotes) -> None:
         self.masked: frozenset[int] = frozenset()
         self.lost: frozenset[int] = frozenset()
         self.why: dict[int, str] = {}
         self.progress = 0
         self._notes = notes
         self._changes = self._losses = self._answered = 0
-        self._unsettled: list[Notes] = []
-        self._gathered = _Gathered(-1)
+        self._unsettled: list[AwaitedNotes] = []
+        # The last gather that this rank has completed: its step, and the bytes of each rank's row.
+        self._gathered_step, self._gathered_rows = -1, dict[int, torch.Tensor]()
 
     @property
     def others(self) -> list[int]:
-        """Ranks that take part, but for this one."""
+        """The other ranks that take part."""
         return [rank for rank in range(self._notes.num_ranks) if rank not in {*self.masked, self._notes.rank}]
 
     # -- masks that users ask for ---------------------------------------------------------------------------
 
-    def ask(self, request: str, ranks: Collection[object]) -> Notes:
+    def ask(self, request: str, ranks: Collection[object]) -> AwaitedNotes:
         """Ask for a change of who is masked. It takes effect by :meth:`apply`.
 
         Args:
@@ -137,11 +124,11 @@ class Membership:
             if change[1:] != [request, _listed(ranks)]:
                 raise _differs(request, rank, change, self._notes.rank, _listed(ranks))
 
-        gone = ranks if request == "mask_ranks" else ()
-        there = [rank for rank in self.others if rank not in gone]
-        if not there:  # whoever goes on alone waits for nobody, but may hear that others are not gone
-            Notes(self._notes, self.name_of_change, self.others, compare).wait(0)
-        return Notes(self._notes, self.name_of_change, there, compare)
+        leaving = ranks if request == "mask_ranks" else ()
+        staying = [rank for rank in self.others if rank not in leaving]
+        if not staying:  # a rank that goes on alone waits for nobody, but may hear that others are not gone
+            AwaitedNotes(self._notes, self.name_of_change, self.others, compare).wait(0)
+        return AwaitedNotes(self._notes, self.name_of_change, staying, compare)
 
     def _say_change(self, request: str, ranks: Collection[object]) -> None:
         self._changes += 1
@@ -160,7 +147,7 @@ class Membership:
         self._notes.gone = masked
 
     def begin_anew(self, masked: frozenset[int]) -> None:
-        """The same on an empty noteboard, where nothing has been decided."""
+        """The same among new notes, where nothing has been decided."""
         self.apply(masked)
         self._changes = self._losses = self._answered = self.progress = 0
         self._unsettled = []
@@ -198,24 +185,26 @@ class Membership:
         """Those of some ranks that wait for others themselves."""
         # A number of its own: one that others could overwrite with a lower one would never be answered.
         number = self._notes.count("roll call")
-        deadline = time.monotonic() + ROLL_CALL_S
-        there: set[int] = set()
-        while number is not None and there != set(ranks) and time.monotonic() < deadline:
+        present: set[int] = set()
+
+        def all_answered() -> bool:
             self.look()  # others may call as well
-            there |= {rank for rank in ranks if (self._notes.hear("here", rank) or 0) >= number}
-            time.sleep(POLL_S)
-        return there
+            present.update(rank for rank in ranks if number and (self._notes.hear("here", rank) or 0) >= number)
+            return present == set(ranks) or number is None
+
+        poll(all_answered, ROLL_CALL_S)
+        return present
 
     def _adopt(self, ranks: frozenset[int], why: str) -> None:
         self._losses += 1
         self.lost |= ranks
-        rows = {rank: row for rank, row in self._gathered.rows.items() if rank in self.lost}
+        rows = {rank: row for rank, row in self._gathered_rows.items() if rank in self.lost}
         texts = {rank: base64.b64encode(row.numpy().tobytes()).decode() for rank, row in rows.items()}
-        self._notes.say(f"holds/{self._losses}", [self._gathered.step, texts, self.progress])
+        self._notes.say(f"holds/{self._losses}", [self._gathered_step, texts, self.progress])
         self.why |= dict.fromkeys(ranks, why)
         self.masked |= ranks
         self._notes.gone = self.masked
-        self._unsettled.append(Notes(self._notes, f"holds/{self._losses}", self.others))
+        self._unsettled.append(AwaitedNotes(self._notes, f"holds/{self._losses}", self.others))
 
     @property
     def num_losses(self) -> int:
@@ -224,17 +213,17 @@ class Membership:
 
     def best_progress(self) -> int:
         """The largest number that a rank has said of its progress, once nothing is unsettled."""
-        heard = [said.heard[rank][2] for said in self._unsettled for rank in said.heard]
-        return max([self.progress, *heard])
+        others = [progress for holdings in self._unsettled for _, _, progress in holdings.by_rank.values()]
+        return max([self.progress, *others])
 
     # -- gathers --------------------------------------------------------------------------------------------
 
-    def unsettled(self) -> Notes | None:
+    def unsettled(self) -> AwaitedNotes | None:
         """What must be waited for before a gather may be completed without the rows of lost ranks; None if nothing."""
-        for said in self._unsettled:
-            said.give_up(self.masked)
-            if not said.wait(0):
-                return said
+        for holdings in self._unsettled:
+            holdings.give_up(self.masked)
+            if not holdings.wait(0):
+                return holdings
         return None
 
     def complete(self, step: int, rows: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -248,13 +237,13 @@ class Membership:
             Bytes of each rank's row, those of lost ranks included that others hold.
         """
         rows = {rank: row for rank, row in rows.items() if rank not in self.lost}
-        for said in self._unsettled:
-            for holder, (held_step, texts, _) in said.heard.items():
+        for holdings in self._unsettled:
+            for holder, (held_step, texts, _) in holdings.by_rank.items():
                 if held_step == step and holder not in self.lost:  # not all may have heard what a lost one said
-                    held = {int(rank): bytearray(base64.b64decode(text)) for rank, text in texts.items()}
-                    rows |= {rank: torch.frombuffer(row, dtype=torch.uint8) for rank, row in held.items()}
+                    held_rows = {int(rank): bytearray(base64.b64decode(text)) for rank, text in texts.items()}
+                    rows |= {rank: torch.frombuffer(row, dtype=torch.uint8) for rank, row in held_rows.items()}
         self._unsettled.clear()
-        self._gathered = _Gathered(step, rows)
+        self._gathered_step, self._gathered_rows = step, rows
         return rows
 
 

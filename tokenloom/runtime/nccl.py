@@ -83,11 +83,11 @@ class Nccl:
 
     def allocate(self, num_bytes: int) -> int:
         """Address of device memory that can be a window."""
-        made = ctypes.c_void_p()
-        self._call("ncclMemAlloc", ctypes.byref(made), num_bytes)
-        if not made.value:
+        address = ctypes.c_void_p()
+        self._call("ncclMemAlloc", ctypes.byref(address), num_bytes)
+        if not address.value:
             raise NcclError("ncclMemAlloc", _SUCCESS, "success, but no memory", "")
-        return made.value
+        return address.value
 
     def free(self, address: int) -> None:
         """Give memory of :meth:`allocate` back."""
@@ -136,10 +136,10 @@ class Nccl:
         Returns:
             The ``ncclDevComm``, which kernels take by value.
         """
-        asked = ctypes.create_string_buffer(requirements, len(requirements))
-        made = ctypes.create_string_buffer(num_bytes)
-        self._call("ncclDevCommCreate", comm, asked, made)
-        return made.raw
+        request = ctypes.create_string_buffer(requirements, len(requirements))
+        device_comm = ctypes.create_string_buffer(num_bytes)
+        self._call("ncclDevCommCreate", comm, request, device_comm)
+        return device_comm.raw
 
     def destroy_device_comm(self, comm: int, device_comm: bytes) -> None:
         """Give back what :meth:`create_device_comm` made. Collective."""

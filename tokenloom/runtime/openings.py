@@ -2,7 +2,7 @@
 
 ::
 
-    status | stamp | hash of what is meant | hash of the communicator | number of the latest collective
+    status | gather sequence | hash of what is meant | hash of the communicator | number of the latest collective
            | communicators made | words to tell | own error, UTF-8 (MESSAGE_WORDS) | the first of the words to tell
 
 The length depends on the number of ranks alone. Over gloo a message of another length than the receiver awaits ends
@@ -17,7 +17,7 @@ import hashlib
 import pickle
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ import torch
 from tokenloom.errors import PeerError, PlanMismatch, ShapeMismatch
 
 MESSAGE_WORDS = 32
-STATUS, STAMP, MEANING, COMMUNICATOR, LATEST, MADE, SIZE = range(7)
+STATUS, SEQUENCE, MEANING, COMMUNICATOR, LATEST, MADE, SIZE = range(7)
 _MESSAGE = SIZE + 1
 _HEADER_WORDS = _MESSAGE + MESSAGE_WORDS
 _MASKED, _OK, _FAULT = 0, 1, 2
@@ -40,6 +40,21 @@ UNNAMED = "one that is being made"
 Field = int | str | bool | torch.dtype | None
 Fields = Mapping[str, Field]
 """What all ranks must mean alike in a call, by name. First comes the call's name, then the number of its dispatch."""
+
+
+class Verdict(NamedTuple):
+    """How something that all ranks do in steps ended on a rank: what it says in a meeting, where others may go on.
+
+    Attributes:
+        failed: whether it failed. fatal: nothing else would help.
+        of_another: it failed because another rank did.
+        text: why.
+    """
+
+    failed: bool
+    fatal: bool = False
+    of_another: bool = False
+    text: str = ""
 
 
 class NeedsRoom(ShapeMismatch):
@@ -63,7 +78,7 @@ def room(num_ranks: int) -> int:
 def encode(
     fields: Fields,
     fault: Exception | None,
-    stamp: int,
+    sequence: int,
     latest: int,
     made: int,
     first: torch.Tensor,
@@ -75,7 +90,7 @@ def encode(
     Args:
         fields: what all ranks must mean alike.
         fault: why this rank cannot take part, if so.
-        stamp: see :mod:`tokenloom.runtime.stamps`.
+        sequence: of this gather, see :func:`gather_sequence <tokenloom.runtime.collectives.gather_sequence>`.
         latest: number of the latest collective, of the communicator whose number is largest.
         made: communicators that this rank has made of the group.
         first: int64, the first of the words that it tells the others, no more than there is :func:`room` for.
@@ -83,7 +98,7 @@ def encode(
         num_ranks: of the group.
     """
     communicator = _hash_of(("communicator",), (fields["communicator"],)) & _HASH_BITS
-    header = [_OK if fault is None else _FAULT, stamp, hash_of(fields), communicator, latest, made, size]
+    header = [_OK if fault is None else _FAULT, sequence, hash_of(fields), communicator, latest, made, size]
     header += _encode_message("" if fault is None else f"{type(fault).__name__}: {fault}")
     row = torch.zeros(_HEADER_WORDS + room(num_ranks), dtype=torch.int64, device=first.device)
     row[:_HEADER_WORDS] = torch.tensor(header, dtype=torch.int64, device="cpu")
@@ -96,16 +111,16 @@ class Opening:
 
     Attributes:
         absent: who takes no part.
-        stamps: of all ranks.
+        sequences: of all ranks.
         latest, made, size: the largest of these numbers.
         words: int64 [W, n], the words that had room.
     """
 
     def __init__(self, table: torch.Tensor) -> None:
         self._table = table.numpy()
-        self._there = self._table[:, STATUS] != _MASKED
-        self.absent = frozenset(np.flatnonzero(~self._there).tolist())
-        self.stamps = self._table[:, STAMP].tolist()
+        self._present = self._table[:, STATUS] != _MASKED
+        self.absent = frozenset(np.flatnonzero(~self._present).tolist())
+        self.sequences = self._table[:, SEQUENCE].tolist()
         self.latest, self.made, self.size = (int(self._table[:, word].max()) for word in (LATEST, MADE, SIZE))
         self.words = table[:, _HEADER_WORDS:]
 
@@ -130,7 +145,7 @@ class Opening:
 
     def differs(self, word: int) -> bool:
         """Whether ranks that take part differ in MEANING or COMMUNICATOR."""
-        return len(set(self._table[self._there, word].tolist())) > 1
+        return len(set(self._table[self._present, word].tolist())) > 1
 
 
 def text_of(fields: Fields) -> dict[str, str]:
@@ -139,7 +154,7 @@ def text_of(fields: Fields) -> dict[str, str]:
 
 
 class CallKind:
-    """Calls that mean the same but for the number of their dispatch: all else repeats from call to call.
+    """Calls that differ in the number of their dispatch only: all else repeats from call to call.
 
     Args:
         fields: those of one of these calls.
@@ -180,11 +195,11 @@ def raise_difference(texts: Sequence[Mapping[str, str] | None]) -> None:
         PlanMismatch: names the lowest rank that differs from rank 0 (or the lowest that is there), the field, and both
             values. PeerError: a rank that differed ended before it could say in what.
     """
-    there = [(rank, text) for rank, text in enumerate(texts) if text is not None]
-    base, expected = there[0]
-    names = dict.fromkeys(name for _, text in there for name in text)
+    present = [(rank, text) for rank, text in enumerate(texts) if text is not None]
+    base, expected = present[0]
+    names = dict.fromkeys(name for _, text in present for name in text)
     for name in names:
-        for rank, text in there:
+        for rank, text in present:
             if text.get(name) != expected.get(name):
                 raise PlanMismatch(rank, name, text.get(name), expected.get(name), base)
     if None in texts:

@@ -79,7 +79,7 @@ class RankPool:
         device: "cpu" (gloo, one thread each) or "cuda" (NCCL, one GPU each). More ranks than GPUs share them in turns:
             results are the same, and a call takes milliseconds.
         timeout_s: timeout of their process groups, in seconds.
-        ranks_per_node: NCCL takes so many ranks for those of one host, and carries rows to others as between hosts.
+        ranks_per_node: NCCL takes this many ranks for those of one host, and carries rows to others as between hosts.
             None: all are on one.
     """
 

@@ -5,8 +5,8 @@ the caller's process group. Once ranks are masked, or may be, they are transfers
 of their own (:mod:`tokenloom.runtime.links`): a collective of a group with a dead member cannot end, while a transfer
 that fails leaves the others alone. Such connections are over gloo, so what is on a GPU goes through the host.
 
-Who takes part is agreed at the noteboard (:mod:`tokenloom.runtime.membership`), so the process that hosts the group's
-store must live.
+Who takes part is agreed by notes in the group's store (:mod:`tokenloom.runtime.membership`), so the process that
+hosts the store must live.
 """
 
 from __future__ import annotations
@@ -22,23 +22,27 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout, is_known_to_all
-from tokenloom.runtime import forks, openings, rejoin, stamps
-from tokenloom.runtime.collectives import Collective, CollectiveOnStream, gather_all
+from tokenloom.runtime import connecting, forks, openings
+from tokenloom.runtime.collectives import (
+    UNNUMBERED,
+    Collective,
+    CollectiveOnStream,
+    Transfer,
+    count_gathers,
+    gather_all,
+    gather_sequence,
+)
+from tokenloom.runtime.deferred_release import release_dropped, undo_when_dropped
 from tokenloom.runtime.devices import pick_device
-from tokenloom.runtime.groups import process_group_of
-from tokenloom.runtime.leftovers import release_dropped, undo_when_dropped
 from tokenloom.runtime.links import Links, Waiter
-from tokenloom.runtime.membership import Membership, Notes
-from tokenloom.runtime.noteboard import Noteboard, store_of
-from tokenloom.runtime.openings import Fields, Opening
+from tokenloom.runtime.membership import Membership
+from tokenloom.runtime.openings import Fields, Opening, Verdict
+from tokenloom.runtime.process_groups import process_group_of, store_of
 from tokenloom.runtime.process_identity import ProcessIdentity
-from tokenloom.runtime.rejoin import Meeting
 from tokenloom.runtime.siblings import STEPS_APART, Siblings, joining, siblings_of
-from tokenloom.runtime.signal_handlers import raise_if_of_handler
+from tokenloom.runtime.store_notes import StoreNotes
 from tokenloom.runtime.topology import Topology
-from tokenloom.runtime.transfer import Transfer
 from tokenloom.runtime.turns import Turn
-from tokenloom.runtime.verdict import Verdict
 from tokenloom.runtime.waiting import Awaited, Watch, checked_seconds, timeout_of
 
 MAKING = "making a Communicator"
@@ -49,8 +53,6 @@ STEPS_OF_AN_OPENING = 8
 """More collectives than an opening takes."""
 NO_WORDS = torch.zeros(0, dtype=torch.int64, device="cpu")
 """What a call tells that has no counts."""
-LATE_TO_CONNECT_S = 5.0
-"""How much later than this rank another one may say whether it could connect."""
 
 
 class RankGroup:
@@ -76,7 +78,7 @@ class RankGroup:
         terms: what all ranks have agreed on, by name; a rank that comes back must have the same.
         own_transport: calls go without collectives of the process group, so ranks can be left out of any group.
         served: there is a backend that makes calls again without ranks that are lost meanwhile. It needs the notes.
-        missed: ranks whose part of a transfer did not come. Whoever makes calls empties it.
+        missed: ranks whose part of a transfer did not come. The maker of calls empties it.
         processes: of other ranks, as far as this one has shared memory with them since ranks last came back.
         turn: lets one thread at a time make calls.
         met_at: number of the collective before ranks last came back, the same on all ranks; 0 if none has.
@@ -117,21 +119,21 @@ class RankGroup:
         self.open_timeout_s = checked_seconds("open_timeout_s", open_timeout_s)
         self._deadline_is_ours = group is not None and self.device.type == "cpu"
         siblings = siblings_of(group)
-        notes = Noteboard(store_of(group), self.rank, self.num_ranks, rejoins, left=before is not None)
-        self._begin(notes, siblings)
+        notes = StoreNotes(store_of(group), self.rank, self.num_ranks, rejoins, left=before is not None)
+        self.prepare(notes, siblings)
         siblings.add(notes)
         if group is not None and before is None:
             siblings.groups.add(self)
-            device, stamped = self._device_of_openings, not self._deadline_is_ours
-            siblings.join = joining(group, device, self.num_ranks, notes.number, stamped)
+            device, numbered = self._device_of_openings, not self._deadline_is_ours
+            siblings.join = joining(group, device, self.num_ranks, notes.number, numbered)
         if before is not None:
             self.turn = Turn()
             self.topology = before.topology
-            self._members.apply(before.masked)
-            self._members.why |= before.why_masked()
+            self._membership.apply(before.masked)
+            self._membership.why |= before.why_masked()
             self._go_by_pairs(MAKING)
 
-    def _begin(self, notes: Noteboard, siblings: Siblings) -> None:
+    def prepare(self, notes: StoreNotes, siblings: Siblings) -> None:
         """Make what every group has, whatever carries its collectives."""
         self._siblings, self._has_met = siblings, False
         self.terms: dict[str, str] = {}
@@ -141,11 +143,11 @@ class RankGroup:
         self.missed: frozenset[int] = frozenset()
         release_dropped()
         self.notes = notes
-        self._members = Membership(notes)
-        self._watch = Watch(notes, self._members, self.timeout_s, siblings)
+        self._membership = Membership(notes)
+        self._watch = Watch(notes, self._membership, self.timeout_s, siblings)
         self._links: Links | None = None
         self._waiter = waiter = Waiter()
-        self.turn = Turn() if self.process_group is None else Turn.of_group(self.process_group)
+        self.turn = siblings.turn
         forks.leave_to_parent_when_forked(self)
 
         def leave() -> bool:
@@ -154,6 +156,16 @@ class RankGroup:
             return True
 
         undo_when_dropped(self, leave)
+
+    @property
+    def whole(self) -> RankGroup:
+        """The group that gathers what this one does: another one where this one is a part of it."""
+        return self
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks of this group, as the whole group numbers them."""
+        return range(self.num_ranks)
 
     @property
     def topology(self) -> Topology:
@@ -244,11 +256,11 @@ class RankGroup:
     @property
     def masked(self) -> frozenset[int]:
         """Ranks that take no part: collectives neither send to them nor wait for them, and their parts are zero."""
-        return self._members.masked
+        return self._membership.masked
 
     def why_masked(self) -> dict[int, str]:
         """Why each masked rank is, for people."""
-        return dict(self._members.why)
+        return dict(self._membership.why)
 
     def require_maskable(self) -> None:
         """Raise InvalidArgument where ranks cannot be left out."""
@@ -315,7 +327,7 @@ class RankGroup:
     @property
     def num_losses(self) -> int:
         """How often ranks have been lost, as far as this one has looked. All see the same, in the same order."""
-        return self._members.num_losses
+        return self._membership.num_losses
 
     def look(self, if_due: bool = False) -> None:
         """Learn who was lost, while this rank waits by itself.
@@ -338,7 +350,7 @@ class RankGroup:
             PeerTimeout: the store is gone. CommunicatorBroken: this rank was lost.
         """
         with self.telling():
-            self._watch.lose_absent(phase, self.step, ended)
+            self._watch.lose_absent(phase, ended)
 
     def settle_losses(self, phase: str, name: str) -> int:
         """Wait until all others have learned of all losses that this rank knows of.
@@ -353,8 +365,8 @@ class RankGroup:
             The largest number that a rank had said with :meth:`say_progress`, the same on all ranks.
         """
         with self.telling():
-            self._watch.settle(phase, self.step)
-        progress, step = self.settle(name, [self._members.best_progress(), self.step + STEPS_APART], phase)
+            self._watch.settle_rows(phase)
+        progress, step = self.settle(name, [self._membership.best_progress(), self.step + STEPS_APART], phase)
         self.notes.skip_to(step)
         return int(progress)
 
@@ -371,7 +383,7 @@ class RankGroup:
 
     def say_progress(self, number: int) -> None:
         """Let others hear this number, if ranks are lost from now on."""
-        self._members.progress = number
+        self._membership.progress = number
 
     def settle(self, name: str, value: Any, phase: str) -> Any:
         """The value of the rank that comes first, for all of them.
@@ -379,11 +391,7 @@ class RankGroup:
         Raises:
             PeerTimeout: the store is gone.
         """
-        decided = self.notes.decide(name, value)
-        if decided is None:
-            cause = "the process that hosts the store of the process group is gone"
-            raise self._watch.fail(phase, self.step, [], cause)
-        return decided
+        return self._watch.decide(name, value, phase)
 
     def fail(self, phase: str, cause: str) -> PeerTimeout:
         """Break the group, and tell the others; the error to raise."""
@@ -398,7 +406,7 @@ class RankGroup:
             PeerTimeout: a rank that stays does not ask.
         """
         self._ask("mask_ranks", ranks)
-        self._members.apply(self._members.masked.union(ranks))
+        self._membership.apply(self._membership.masked.union(ranks))
         if ranks and self._links is None:
             self._connect("mask_ranks")
 
@@ -412,7 +420,7 @@ class RankGroup:
                 ranks raise this, and nothing has changed.
         """
         self._ask("unmask_ranks", ranks)
-        stray = sorted(set(ranks) - self._members.masked)
+        stray = sorted(set(ranks) - self._membership.masked)
         if stray:
             error = InvalidArgument(
                 f"unmask_ranks got rank {stray[0]}, which is not masked: {sorted(self.masked)} are"
@@ -421,21 +429,21 @@ class RankGroup:
             raise error
         if ranks:
             limit_s = self.timeout_s if self._watch.masks_late else self.open_timeout_s
-            place, masked = f"back/{self._members.name_of_change}", self._members.masked.difference(ranks)
+            place, masked = f"back/{self._membership.name_of_change}", self._membership.masked.difference(ranks)
             with self.telling():
-                self._meet(rejoin.take_back(self.notes, place, masked, ranks, self.terms, self.topology, limit_s))
+                self._meet(connecting.take_back(self.notes, place, masked, ranks, self.terms, self.topology, limit_s))
 
     def _ask(self, request: str, ranks: Collection[int]) -> None:
         self.require_alive()
         self.require_maskable()
         self._watch.look()
         self.notes.step += 1
-        asked = self._members.ask(request, ranks)
+        requests = self._membership.ask(request, ranks)
         with self.telling():
-            self._watch.wait(asked, request, self.step, self.open_timeout_s, opens=True)
+            self._watch.wait(requests, request, self.step, self.open_timeout_s, opens=True)
         self._watch.look()  # what the others knew when they asked, this rank knows now
         if not self._watch.masks_late:
-            self._watch.require_none_failed()  # whoever asked, and was interrupted, will not connect
+            self._watch.require_none_failed()  # a rank that asked, and was interrupted, will not connect
 
     def rejoin(self, masks_late: bool) -> None:
         """Come back to ranks that have masked this one, once they :meth:`unmask` it.
@@ -448,66 +456,21 @@ class RankGroup:
         """
         self.require_maskable()
         self._siblings.begin_partings(self.notes, anew=True)
-        self._meet(rejoin.come_back(self.notes, self.terms, self.open_timeout_s))
+        self._meet(connecting.come_back(self.notes, self.terms, self.open_timeout_s))
         self._watch.masks_late = masks_late
 
-    def _meet(self, meeting: Meeting) -> None:
-        self._use(rejoin.connect(self.notes, meeting, self.timeout_s))
+    def _meet(self, meeting: connecting.Meeting) -> None:
+        self._use(connecting.reconnect(self.notes, meeting, self.timeout_s))
         self.notes.move(meeting.notes, meeting.step)
         self.notes.delete_with_notes(meeting.keys(self.num_ranks))
         self.met_at, self.processes = meeting.step, {}
         self.topology = meeting.nodes
-        self._members.begin_anew(frozenset(meeting.masked))
+        self._membership.begin_anew(frozenset(meeting.masked))
 
     def _connect(self, phase: str) -> None:
-        """Connect all ranks that take part. They start no collective of the process group any more.
-
-        Who takes part is settled first, and whether all of them could connect afterwards: then all are connected, or
-        none is, and they try again without those that were lost meanwhile.
-
-        Raises:
-            PeerTimeout: a rank did not come, where none is masked for that. Or the store is gone.
-        """
-        for _ in range(self.num_ranks if self._watch.masks_late else 1):
-            with self.telling():
-                failed = self._try_to_connect(phase)
-            if not failed:
-                return
-        self._watch.require_none_failed()
-        raise self._watch.fail(phase, self.step, [], f"not all ranks could connect ({failed})")
-
-    def _try_to_connect(self, phase: str) -> str:
-        """Connect all ranks that take part, or none. Returns why it failed, the same on all; "" if it did not."""
-        name, me = self.notes.new_name("links"), self.rank
-        self.notes.say(f"{name}/here", True)
-        here = Notes(self.notes, f"{name}/here", self._members.others)
-        self._watch.wait(here, phase, self.step, self.open_timeout_s)
-        members = set(self.settle(f"{name}/members", [me, *self._members.others], phase))
-        self._watch.look()  # who settled it may have known more
-        if me not in members:
-            self._watch.broken = f"the other ranks have masked rank {me}"
-            self.require_alive()
-        self._members.apply(self._members.lost | (frozenset(range(self.num_ranks)) - members))
-        place, links, failed = self.notes.key(name), None, ""
-        try:
-            store = dist.PrefixStore(place, self.notes.store)  # type: ignore[attr-defined]
-            links = Links(store, me, members, self.timeout_s)
-        except RuntimeError as error:
-            raise_if_of_handler(error)
-            failed = str(error)
-        self.notes.delete_with_notes(Links.keys(place, len(members)))
-        self.notes.say(f"{name}/connected", failed)
-        said = Notes(self.notes, f"{name}/connected", self._members.others)
-        self._watch.wait(said, phase, self.step, self.timeout_s + LATE_TO_CONNECT_S)
-        failed = failed or next(filter(None, said.heard.values()), "")
-        if self._members.masked & members:
-            failed = failed or "a rank was lost"
-        failed, step = self.settle(f"{name}/outcome", [failed, self.step + STEPS_APART], phase)
-        self.notes.skip_to(step)  # ranks may have come to different collectives before
-        if not failed:
-            assert links is not None
-            self._use(links)
-        return str(failed)
+        """Connect all ranks that take part; see :func:`connect <tokenloom.runtime.connecting.connect>`."""
+        with self.telling():
+            self._use(connecting.connect(self._watch, phase, self.timeout_s, self.open_timeout_s))
 
     def _use(self, links: Links) -> None:
         """Go by pairs from now on."""
@@ -527,16 +490,13 @@ class RankGroup:
         """
         if self.num_ranks == 1:
             return [value]
-        found = self._gather_objects(value, phase)
+        table, absent = self.open({"call": openings.MEETING}, openings.as_words(value), phase, shown=phase)
+        found = openings.from_words(table, absent)
         if not isinstance(value, Verdict):
             for rank, each in enumerate(found):
                 if isinstance(each, Verdict):
                     raise PeerError(rank, each.text)
         return found
-
-    def _gather_objects(self, value: Any, phase: str) -> list[Any]:
-        table, absent = self.open({"call": openings.MEETING}, openings.as_words(value), phase, shown=phase)
-        return openings.from_words(table, absent)
 
     def open(
         self,
@@ -570,15 +530,15 @@ class RankGroup:
         meets = call == openings.MEETING and not self._has_met
         communicator = openings.UNNAMED if meets else self.notes.name
         fields = {"call": call, "communicator": communicator, **fields}
-        stamp, latest = self.stamp(), self._siblings.latest
+        sequence, latest = self._gather_sequence(), self._siblings.latest
         words = words.to(self._device_of_openings)
         # What ranks share in a meeting comes second, so that a late one hears in time that the others gave up.
         room = 0 if call == openings.MEETING else openings.room(self.num_ranks)
         first, size = words[:room], len(words)
-        row = openings.encode(fields, fault, stamp, latest, self.notes.number, first, size, self.num_ranks)
+        row = openings.encode(fields, fault, sequence, latest, self.notes.number, first, size, self.num_ranks)
         with self.telling():
             opening = Opening(self.all_gather(row, phase, opens=True).cpu())
-        self.require_answers(opening.stamps, stamp, phase)
+        self.require_answers(opening.sequences, sequence, phase)
         if opening.is_faulty:
             self._siblings.raise_parting(self.notes)  # which the others do too, and say so here
         apart = opening.differs(openings.COMMUNICATOR)
@@ -595,11 +555,11 @@ class RankGroup:
         if meets:
             self.notes.renumber(opening.made)
         self._has_met = True
-        told, absent = opening.words[:, : min(room, opening.size)], opening.absent
+        words_of_all, absent = opening.words[:, : min(room, opening.size)], opening.absent
         if opening.size > room:
             rest, lost = self._gather_words(words[room:], opening.size - room, phase)
-            told, absent = torch.cat([told, rest], 1), absent | lost
-        return told, absent
+            words_of_all, absent = torch.cat([words_of_all, rest], 1), absent | lost
+        return words_of_all, absent
 
     def _tell(self, words: torch.Tensor, phase: str) -> tuple[torch.Tensor, frozenset[int]]:
         """Gather words within an opening, in which all ranks do so, of different numbers."""
@@ -610,28 +570,28 @@ class RankGroup:
 
     def _gather_words(self, words: torch.Tensor, size: int, phase: str) -> tuple[torch.Tensor, frozenset[int]]:
         """Up to ``size`` words of each rank, in the middle of an opening; and who takes no part."""
-        stamp = self.stamp()
+        sequence = self._gather_sequence()
         row = torch.zeros(2 + size, dtype=torch.int64, device=words.device)
-        row[:2] = torch.tensor([1, stamp], dtype=torch.int64, device="cpu")
+        row[:2] = torch.tensor([1, sequence], dtype=torch.int64, device="cpu")
         row[2 : 2 + len(words)] = words
         table = self.all_gather(row, phase).cpu()
-        self.require_answers(table[:, 1].tolist(), stamp, phase)
+        self.require_answers(table[:, 1].tolist(), sequence, phase)
         return table[:, 2:], frozenset((table[:, 0] == 0).nonzero().flatten().tolist())
 
     @property
     def _device_of_openings(self) -> torch.device:
         return torch.device("cpu") if "gloo" in self.transport else self.device  # gloo needs no GPU for this
 
-    def stamp(self) -> int:
-        """The second word of what this rank says next to open a call; see :mod:`tokenloom.runtime.stamps`."""
+    def _gather_sequence(self) -> int:
+        """The second word of what this rank says next to open a call."""
         if self.process_group is None or self._deadline_is_ours or self._links is not None:
-            return stamps.UNSTAMPED
-        return stamps.next_stamp(self.process_group)
+            return UNNUMBERED
+        return gather_sequence(self.process_group)
 
-    def require_answers(self, came: Sequence[int], stamp: int, phase: str) -> None:
-        """Raise PeerTimeout unless all ranks have this stamp: else the gather has ended without their answers."""
-        if any(each != stamp for each in came):
-            raise self._watch.fail_unanswered(phase, self.step)
+    def require_answers(self, sequences: Sequence[int], sequence: int, phase: str) -> None:
+        """Raise PeerTimeout unless all ranks sent this number: else the gather has ended without their answers."""
+        if any(each != sequence for each in sequences):
+            raise self._watch.fail_unanswered(phase)
 
     def all_gather(self, row: torch.Tensor, phase: str, *, opens: bool = False) -> torch.Tensor:
         """[n] on every rank -> [W, n] on every rank: the same on all, zeros for masked ranks. The host waits for it.
@@ -643,10 +603,10 @@ class RankGroup:
         out = transfer.wait()
         if self._watch.masks_late:
             with self.telling():
-                self._watch.settle(phase, self.step)
-            held = out.view(torch.uint8).cpu()  # notes are made of it
-            came = {rank: held[rank] for rank in range(self.num_ranks) if rank not in transfer.lost}
-            rows = self._members.complete(self.step, came)
+                self._watch.settle_rows(phase)
+            bytes_of_all = out.view(torch.uint8).cpu()  # notes are made of it
+            arrived = {rank: bytes_of_all[rank] for rank in range(self.num_ranks) if rank not in transfer.lost}
+            rows = self._membership.complete(self.step, arrived)
             for rank in range(self.num_ranks):
                 if rank not in rows:
                     out[rank] = 0
@@ -662,7 +622,7 @@ class RankGroup:
         if self._links is not None:
             places = list(out.view(torch.uint8))
             out[self.rank] = row
-            return self._exchange([places[self.rank]] * self.num_ranks, places, out, phase, opens)
+            return self._start_transfers([places[self.rank]] * self.num_ranks, places, out, phase, opens)
         if self.process_group is None:
             out.copy_(row)
 
@@ -691,7 +651,7 @@ class RankGroup:
             out = rows.new_empty((sum(recv_counts), *rows.shape[1:]))
         sent, received = rows.view(torch.uint8), out.view(torch.uint8)
         if self._links is not None:
-            return self._exchange(sent.split(send_counts), received.split(recv_counts), out, phase)
+            return self._start_transfers(sent.split(send_counts), received.split(recv_counts), out, phase)
         if self.process_group is None:
             out.copy_(rows)
 
@@ -712,7 +672,7 @@ class RankGroup:
             alike: what else must be the same on all ranks, by name.
 
         Raises:
-            PeerError, PlanMismatch: as of :meth:`open`.
+            PeerError, PlanMismatch: see :meth:`open`.
         """
         opens = self.num_ranks > 1 and (host_waits or self._deadline_is_ours)
         if opens:
@@ -759,13 +719,13 @@ class RankGroup:
             return Transfer(result, wait)
         if self._deadline_is_ours:
             return self._awaited(Collective(start, self.process_group), result, phase, opens, frozenset)
-        stamps.count(self.process_group)  # first: whatever comes between leaves a collective without its count
+        count_gathers(self.process_group)  # first: whatever comes between leaves a collective without its count
         collective = CollectiveOnStream(start, self.process_group)
         if not collective.has_started:
-            stamps.count(self.process_group, -1)
+            count_gathers(self.process_group, -1)
         return self._awaited(collective, result, phase, opens, frozenset)
 
-    def _exchange(
+    def _start_transfers(
         self,
         parts: Sequence[torch.Tensor],
         places: Sequence[torch.Tensor],
@@ -777,8 +737,8 @@ class RankGroup:
         self._watch.begin()
         assert self._links is not None
         self.notes.step += 1
-        exchange = self._links.start(self._waiter, self._members.others, parts, places, self.step)
-        return self._awaited(exchange, result, phase, opens, exchange.finish)
+        transfers = self._links.start(self._waiter, self._membership.others, parts, places, self.step)
+        return self._awaited(transfers, result, phase, opens, transfers.finish)
 
     def _awaited(
         self, awaited: Awaited, result: torch.Tensor, phase: str, opens: bool, finish: Callable[[], frozenset[int]]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tokenloom.errors import PeerError, PlanMismatch
-from tokenloom.runtime.node_ranks import NodeRanks
 from tokenloom.runtime.rank_group import RankGroup
 
 Extra = TypeVar("Extra")
@@ -29,30 +28,28 @@ def agree(ranks: RankGroup, prepare: Callable[[], tuple[dict[str, Any], Extra]],
     """
     fault: Exception | None = None
     mine: tuple[dict[str, Any], Any] = ({}, None)
-    whole = ranks.whole if isinstance(ranks, NodeRanks) else ranks
     try:
         mine = prepare()
     except Exception as error:
         fault = error
     except BaseException as interruption:
-        whole.abort(interruption)
+        ranks.whole.abort(interruption)
         raise
     message = None if fault is None else f"{type(fault).__name__}: {fault}"
-    by_rank = whole.all_gather_object((message, *mine), phase)
+    by_rank = ranks.whole.all_gather_object((message, *mine), phase)
     if fault is not None:
         fault.known_to_all = True  # type: ignore[attr-defined]
         raise fault
-    there = {rank: said for rank, said in enumerate(by_rank) if said is not None}
-    for rank, (reason, _, _) in there.items():
+    present = {rank: report for rank, report in enumerate(by_rank) if report is not None}
+    for rank, (reason, _, _) in present.items():
         if reason is not None:
             raise PeerError(rank, reason)
-    base = min(there)
-    for rank, (_, values, _) in there.items():
-        for name, value in there[base][1].items():
+    base = min(present)
+    for rank, (_, values, _) in present.items():
+        for name, value in present[base][1].items():
             if values.get(name) != value:
                 raise PlanMismatch(rank, name, values.get(name), value, base)
-    members = ranks.members if isinstance(ranks, NodeRanks) else range(len(by_rank))
-    return [there.get(rank, there[base])[2] for rank in members]
+    return [present.get(rank, present[base])[2] for rank in ranks.members]
 
 
 def raising(fault: Exception) -> Callable[[], tuple[dict[str, Any], Any]]:

@@ -3,9 +3,9 @@
 Those whose collectives are the group's share the order of these, whichever of them starts one. So what opens a call
 tells ranks that have begun different things (openings.py). Others have connections of their own (links.py), on which
 nothing comes from a rank that calls another communicator. So a rank that waits long says where, in the key-value store
-of the group. Two ranks that wait for each other in different places will never meet. Whoever sees that writes it down,
-numbered, and the first to write a number decides it. All ranks raise it once, wherever they wait or call next, and
-count their collectives alike again.
+of the group. Two ranks that wait for each other in different places will never meet. A rank that sees it writes it
+down, numbered, and the first to write a number decides it. All ranks raise it once, wherever they wait or call next,
+and count their collectives alike again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.errors import CommunicatorBroken, PeerError, PeerTimeout, PlanMismatch
-from tokenloom.runtime import openings, stamps
-from tokenloom.runtime.collectives import Collective, gather_all
-from tokenloom.runtime.noteboard import Noteboard
+from tokenloom.runtime import openings
+from tokenloom.runtime.collectives import UNNUMBERED, Collective, count_gathers, gather_all, gather_sequence
+from tokenloom.runtime.store_notes import StoreNotes
+from tokenloom.runtime.turns import Turn
 
 STEPS_APART = 1 << 10
 """More collectives than a rank can begin in a call that others have not."""
@@ -31,24 +32,26 @@ THE_GROUP = "the process group"
 
 
 class Siblings:
-    """The communicators of one group, by their noteboards.
+    """The communicators of one group, by their notes.
 
     Attributes:
         groups: the :class:`RankGroup <tokenloom.runtime.rank_group.RankGroup>` of each.
-        collectives: how many of the group these have started: as many on all ranks, but for those that have parted.
+        turn: lets one thread at a time make calls, since collectives of a group have one order.
+        collectives: how many of the group these have started: as many on all ranks that have not parted.
         join: starts one that says why this rank will not start the one that another waits in.
     """
 
     def __init__(self) -> None:
         self.groups: WeakSet[Any] = WeakSet()
+        self.turn = Turn()
         self.collectives = 0
         self.join: Callable[[PlanMismatch], None] | None = None
-        self._notes: WeakSet[Noteboard] = WeakSet()
+        self._notes: WeakSet[StoreNotes] = WeakSet()
         self._apart: str | None = None
-        self._first: Noteboard | None = None
+        self._first: StoreNotes | None = None
         self._partings: int | None = None
 
-    def part(self, notes: Noteboard, ended: PeerError | PeerTimeout) -> None:
+    def part(self, notes: StoreNotes, ended: PeerError | PeerTimeout) -> None:
         """Say that the ranks have come to different collectives of the group, which will never match again.
 
         Args:
@@ -64,12 +67,12 @@ class Siblings:
         self._apart = self._apart or why
         notes.decide_at(self._key_of_apart(notes), why)
 
-    def why_apart(self, notes: Noteboard) -> str | None:
+    def why_apart(self, notes: StoreNotes) -> str | None:
         """Why they have, if any of them has said so."""
         self._apart = self._apart or notes.hear_at(self._key_of_apart(notes))
         return self._apart
 
-    def _key_of_apart(self, notes: Noteboard) -> str:
+    def _key_of_apart(self, notes: StoreNotes) -> str:
         """Key of what the first rank says that has come to another collective than the rest.
 
         torch may make a process group with the name, and so with the keys, of one that has ended. Numbers of
@@ -82,14 +85,14 @@ class Siblings:
         if self._apart:
             raise CommunicatorBroken(f"{self._apart}; make a new process group, and a communicator on it")
 
-    def add(self, notes: Noteboard) -> None:
+    def add(self, notes: StoreNotes) -> None:
         """Add a communicator. One that has left its notes counts no longer."""
         self._notes.add(notes)
         self._first = self._first or notes
         self.why_apart(notes)  # the other ranks may know already: they would not come to its first collective
 
     @property
-    def all(self) -> list[Noteboard]:
+    def all(self) -> list[StoreNotes]:
         """Those that calls use."""
         return [notes for notes in self._notes if not notes.has_left]
 
@@ -99,7 +102,7 @@ class Siblings:
         return max((notes.step for notes in self.all), default=0)
 
     def skip_to(self, step: int) -> None:
-        """Let all of them count on from a step that no rank has come to in any; see :meth:`Noteboard.skip_to`."""
+        """Let all of them count on from a step that no rank has come to in any; see :meth:`StoreNotes.skip_to`."""
         for notes in self.all:
             notes.skip_to(step)
 
@@ -110,15 +113,15 @@ class Siblings:
         return {THE_GROUP: self.collectives} | {each.name: each.step for each in self.all if each.by_pairs}
 
     @contextmanager
-    def waiting(self, notes: Noteboard, call: str, step: int) -> Iterator[Wait]:
+    def waiting(self, notes: StoreNotes, call: str, step: int) -> Iterator[AnnouncedWait]:
         """In this block this rank waits for others to open a call of a communicator."""
-        wait = Wait(self, notes, call, step)
+        wait = AnnouncedWait(self, notes, call, step)
         try:
             yield wait
         finally:
             wait.end()
 
-    def begin_partings(self, notes: Noteboard, anew: bool = False) -> None:
+    def begin_partings(self, notes: StoreNotes, anew: bool = False) -> None:
         """Leave out what was written down before this rank had a communicator that may meet others elsewhere.
 
         Args:
@@ -129,7 +132,7 @@ class Siblings:
             while notes.hear_at(_parting(self._partings + 1)) is not None:
                 self._partings += 1
 
-    def raise_parting(self, notes: Noteboard) -> None:
+    def raise_parting(self, notes: StoreNotes) -> None:
         """Raise PlanMismatch if ranks have waited for each other in different places, once on each rank."""
         if self._partings is None:
             return
@@ -143,7 +146,7 @@ class Siblings:
         self.skip_to(parting["step"])
         raise mismatch
 
-    def write_parting(self, notes: Noteboard, mismatch: Iterable[Any], places: Iterable[dict[str, int]]) -> None:
+    def write_parting(self, notes: StoreNotes, mismatch: Iterable[Any], places: Iterable[dict[str, int]]) -> None:
         """Write down that two ranks have parted, unless another rank has written something."""
         assert self._partings is not None
         known = list(places)
@@ -152,15 +155,15 @@ class Siblings:
         parting = {"mismatch": list(mismatch), "step": step, "collectives": collectives}
         notes.decide_at(_parting(self._partings + 1), parting)
 
-    def watches(self, notes: Noteboard) -> bool:
+    def watches(self, notes: StoreNotes) -> bool:
         """Whether ranks may wait for each other in different places, one of them in this communicator."""
         return self._partings is not None and notes in self._notes
 
 
-class Wait:
+class AnnouncedWait:
     """A wait of this rank, which it tells to those that look for it elsewhere; see :meth:`Siblings.waiting`."""
 
-    def __init__(self, siblings: Siblings, notes: Noteboard, call: str, step: int) -> None:
+    def __init__(self, siblings: Siblings, notes: StoreNotes, call: str, step: int) -> None:
         self._siblings, self._notes, self._call = siblings, notes, call
         self._place = notes.name if notes.by_pairs else THE_GROUP
         self._number = step if notes.by_pairs else siblings.collectives
@@ -214,7 +217,7 @@ def siblings_of(group: dist.ProcessGroup | None) -> Siblings:
 
 
 def joining(
-    group: dist.ProcessGroup, device: torch.device, num_ranks: int, number: int, stamped: bool
+    group: dist.ProcessGroup, device: torch.device, num_ranks: int, number: int, numbered: bool
 ) -> Callable[[PlanMismatch], None]:
     """Give what starts an opening on a process group, for ranks that wait there, with a fault of this rank.
 
@@ -223,7 +226,7 @@ def joining(
         device: of openings.
         num_ranks: ranks of the group.
         number: communicators of the group that this rank has made.
-        stamped: openings have stamps, see :mod:`tokenloom.runtime.stamps`.
+        numbered: openings have sequence numbers, see :func:`gather_sequence`.
     """
     alive = weakref.ref(group)
 
@@ -235,16 +238,16 @@ def joining(
             return
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
         fields = {"call": "none", "communicator": openings.UNNAMED}
-        stamp = stamps.next_stamp(process_group) if stamped else stamps.UNSTAMPED
-        row = openings.encode(fields, mismatch, stamp, siblings.latest, number, nothing, 0, num_ranks)
-        heard = row.new_empty(num_ranks * row.numel())
+        sequence = gather_sequence(process_group) if numbered else UNNUMBERED
+        row = openings.encode(fields, mismatch, sequence, siblings.latest, number, nothing, 0, num_ranks)
+        answers = row.new_empty(num_ranks * row.numel())
 
         def start() -> dist.Work:
-            return gather_all(heard, row, group=process_group, async_op=True)
+            return gather_all(answers, row, group=process_group, async_op=True)
 
-        if stamped:
+        if numbered:
             start()
-            stamps.count(process_group)
+            count_gathers(process_group)
         else:
             Collective(start, process_group)  # which is kept until it has ended
 

@@ -10,14 +10,14 @@ There is no other rule: not after a timeout, where a late rank may still write, 
 others may have come further. A rank that hangs for good therefore keeps its peers' memory until its process ends. So
 does one that cannot leave its note because the host of the store is gone.
 
-What cannot be freed yet is tried again at each construction, check and close (:mod:`tokenloom.runtime.leftovers`).
+What cannot be freed yet is tried again at each construction, check and close
+(:mod:`tokenloom.runtime.deferred_release`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -28,10 +28,11 @@ import torch
 
 from tokenloom.jit.kernel import checked, load_driver, make_current
 from tokenloom.runtime.collectives import all_have_ended
-from tokenloom.runtime.leftovers import release_dropped, undo_later, undo_when_dropped, wait_for
+from tokenloom.runtime.deferred_release import release_dropped, undo_later, undo_when_dropped, wait_for
 from tokenloom.runtime.process_identity import ProcessIdentity
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
+from tokenloom.runtime.store_notes import poll
 
 ALIGNMENT_BYTES = 256
 """Of every part of a buffer."""
@@ -39,6 +40,8 @@ GRANULARITY_BYTES = 2 << 20
 """The driver cuts smaller allocations out of a slab of this size, and a handle would open the whole slab to others."""
 CLOSE_TOGETHER_S = 0.2
 """How long a close waits for the other ranks to close too, so that the memory is free when it returns."""
+CLOSE_POLL_S = 0.002
+"""How often it looks."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ class _Shared:
         self.is_freed = False
         self._device, self._rank = ranks.device, ranks.rank
         self._notes = ranks.notes
-        self._name = self._notes.key(self._notes.new_name("buffer"))  # the noteboard may move
+        self._name = self._notes.key(self._notes.new_name("buffer"))  # the notes may move
         node = ranks.topology.node_of[ranks.rank]
         self._freed = f"{self._name}/freed/{node}"
         self._neighbours = frozenset(ranks.topology.nodes[node]) - {ranks.rank}
@@ -235,7 +238,7 @@ class _Shared:
     # -- undoing it -----------------------------------------------------------------------------------------
 
     def release(self) -> bool:
-        """Let go, and free the memory if all others have let go of it and nobody looks at it; see leftovers.Undo."""
+        """Let go, and free the memory if all others have let go of it and nobody looks at it; see :data:`Undo`."""
         if self.is_freed or os.getpid() != self._process:
             return True
         if not all_have_ended():
@@ -293,13 +296,12 @@ class _Shared:
 
 def _wait_for_others(shared: list[_Shared]) -> None:
     """Release what is queued; give other ranks, which do the same now, a moment to let go."""
-    deadline = time.monotonic() + CLOSE_TOGETHER_S
-    while True:
+
+    def are_done() -> bool:
         release_dropped()
-        waiting = any(not each.is_freed and not each.is_viewed() for each in shared)
-        if not waiting or time.monotonic() >= deadline:
-            return
-        time.sleep(0.002)
+        return all(each.is_freed or each.is_viewed() for each in shared)
+
+    poll(are_done, CLOSE_TOGETHER_S, CLOSE_POLL_S)
 
 
 class _Memory:
@@ -337,8 +339,8 @@ def lent(memory: torch.Tensor) -> tuple[torch.Tensor, weakref.ref[Any]]:
         a view of it, nor anything else with its storage.
     """
     if memory.is_cuda:
-        held = _Lent(memory)
-        return _tensor_over(held, memory.device), weakref.ref(held)
+        owner = _Lent(memory)
+        return _tensor_over(owner, memory.device), weakref.ref(owner)
     array: Any = (ctypes.c_uint8 * memory.numel()).from_address(memory.data_ptr())
     array.kept = memory
     return torch.frombuffer(array, dtype=torch.uint8), weakref.ref(array)

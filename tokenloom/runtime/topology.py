@@ -151,7 +151,7 @@ def checked_ranks_per_node(ranks_per_node: object, num_ranks: int) -> None:
 
 
 def pretended(num_ranks: int, ranks_per_node: int) -> Topology:
-    """Nodes of so many ranks, one after the other."""
+    """Nodes of this many ranks, one after the other."""
     return Topology(tuple(rank // ranks_per_node for rank in range(num_ranks)), pretended=True)
 
 

@@ -7,14 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from threading import RLock
 from types import TracebackType
-from weakref import WeakKeyDictionary
-
-import torch.distributed as dist
 
 from tokenloom.errors import InvalidArgument
-
-_of_groups: WeakKeyDictionary[dist.ProcessGroup, Turn] = WeakKeyDictionary()
-"""Collectives of one process group have one order, whichever communicator they belong to."""
 
 
 class Turn:
@@ -28,11 +22,6 @@ class Turn:
     def __init__(self) -> None:
         self._lock = RLock()
         self.take, self.leave = partial(self._lock.acquire, False), self._lock.release  # every call makes both
-
-    @staticmethod
-    def of_group(group: dist.ProcessGroup) -> Turn:
-        """The one that all communicators share whose calls are collectives of the group."""
-        return _of_groups.setdefault(group, Turn())
 
     def enter(self, limit_s: float) -> InvalidArgument | None:
         """Enter, if need be behind the thread that is in.

@@ -1,4 +1,4 @@
-"""How a rank waits for others: with a deadline, and with an eye on what they say at the noteboard."""
+"""How a rank waits for others: with a deadline, and with an eye on their notes in the store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,16 +15,16 @@ import torch.distributed as dist
 from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerError, PeerTimeout, PlanMismatch
 from tokenloom.runtime.collectives import Collective
 from tokenloom.runtime.membership import Membership
-from tokenloom.runtime.noteboard import Noteboard
-from tokenloom.runtime.siblings import Siblings, Wait
+from tokenloom.runtime.siblings import AnnouncedWait, Siblings
+from tokenloom.runtime.store_notes import StoreNotes, poll
 from tokenloom.runtime.topology import Topology
 
-SIGN_IN_AFTER_S = 0.5
-"""A rank that has waited this long signs in at the noteboard, so that others can tell who is missing."""
 LOOK_EVERY_S = 0.5
-"""How often a rank that waits looks at the noteboard: whoever has given up there will not answer."""
+"""How often a rank that waits looks at the notes: a rank that has given up says so there, and will not answer. At each
+look it signs in, so that others can tell who is missing."""
 ROLL_CALL_S = 1.0
 """How long a rank that gives up waits for those to sign in that came at the last moment."""
+STORE_IS_GONE = "the process that hosts the store of the process group is gone"
 MAX_TIMEOUT_S = 1e9
 """31 years. In nanoseconds, and added to the time of day as GPUs count it, it still fits an int64."""
 
@@ -49,12 +50,47 @@ class Awaited(Protocol):
         """Wait no longer for these ranks."""
 
 
+@dataclass
+class _Wait:
+    """One wait of a rank.
+
+    Attributes:
+        awaited: what for. phase: what is going on, for errors. step: number of the collective.
+        limit_s: from each start of the wait to its deadline, in seconds.
+        left_before: ranks that have left before this step do not come.
+        announced: the same wait, for ranks that wait elsewhere; None where it opens no call.
+        lost: ranks that this one knew to be lost when the wait began last.
+        num_vain: deadlines that have passed while all ranks that are pending waited themselves.
+    """
+
+    awaited: Awaited
+    phase: str
+    step: int
+    limit_s: float
+    left_before: int
+    announced: AnnouncedWait | None = None
+    lost: frozenset[int] = frozenset()
+    num_vain: int = 0
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Begin, or begin again."""
+        self.deadline = time.monotonic() + self.limit_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the deadline."""
+        return self.deadline - time.monotonic()
+
+
 class Watch:
     """The waits of one rank, which end with what it waits for, or with an error.
 
     Args:
-        notes: the noteboard.
-        members: who takes part.
+        notes: of the group.
+        membership: who takes part.
         timeout_s: longest wait for a rank before it is masked, in seconds.
         siblings: the communicators of the group.
 
@@ -65,13 +101,13 @@ class Watch:
         known_losses: waits end in vain once ranks have been lost more often than that. None: they go on.
     """
 
-    def __init__(self, notes: Noteboard, members: Membership, timeout_s: float, siblings: Siblings) -> None:
+    def __init__(self, notes: StoreNotes, membership: Membership, timeout_s: float, siblings: Siblings) -> None:
         self.broken: str | None = None
         self.masks_late = False
         self.known_losses: int | None = None
         self.topology = Topology.together(notes.num_ranks)
         self._looked = time.monotonic()
-        self._notes, self._members, self._timeout_s, self._siblings = notes, members, timeout_s, siblings
+        self.notes, self.membership, self._timeout_s, self._siblings = notes, membership, timeout_s, siblings
 
     def require_alive(self) -> None:
         """Raise CommunicatorBroken if the group is broken."""
@@ -104,70 +140,91 @@ class Watch:
                 different communicators. CommunicatorBroken: this rank was masked by the others.
         """
         self.require_alive()
-        with self._siblings.waiting(self._notes, phase, step) if opens else nullcontext() as elsewhere:
+        limit_s = self._timeout_s if self.masks_late else limit_s
+        with self._siblings.waiting(self.notes, phase, step) if opens else nullcontext() as announced:
+            self._await(_Wait(awaited, phase, step, limit_s, step, announced))
             if self.masks_late:
-                self._wait_or_mask(awaited, phase, step, elsewhere=elsewhere)
                 self._looked = time.monotonic()
+
+    def _await(self, wait: _Wait) -> None:
+        """Wait. Now and then look at what others say: a rank that does not come breaks the group, or is masked."""
+        if self.masks_late:
+            self._leave_lost(wait)
+        while not wait.awaited.wait(min(LOOK_EVERY_S, wait.left_s)):
+            if self.masks_late:
+                self._mask_late(wait)
             else:
-                self._wait_or_break(awaited, phase, step, limit_s, elsewhere)
+                self._break_if_in_vain(wait)
+
+    def decide(self, name: str, value: Any, phase: str) -> Any:
+        """The value of the rank that comes first, for all of them.
+
+        Raises:
+            PeerTimeout: the store is gone.
+        """
+        decided = self.notes.decide(name, value)
+        if decided is None:
+            raise self.fail(phase, self.notes.step, [], STORE_IS_GONE)
+        return decided
 
     def fail(self, phase: str, step: int, missing: Collection[int], cause: str) -> PeerTimeout:
         """Break the group, and tell the others; the error to raise."""
         self._give_up(step, sorted(missing))
-        timeout = PeerTimeout(self._notes.rank, sorted(missing), phase, step, cause, self.topology.which(missing))
+        timeout = PeerTimeout(self.notes.rank, sorted(missing), phase, step, cause, self.topology.which(missing))
         self.broken = f"an earlier call failed: {timeout}"
         return timeout
 
-    def fail_unanswered(self, phase: str, step: int) -> PeerTimeout:
+    def fail_unanswered(self, phase: str) -> PeerTimeout:
         """Break the group after a collective that has ended without the answers of all ranks; the error to raise.
 
         Raises:
             PeerError: a rank failed in the middle of a call.
         """
         self.require_none_failed()
-        self._notes.sign_in(step)
+        step = self.notes.step
+        self.notes.sign_in(step)
         self._give_up(step)
-        missing = self._missing_ranks(self._members.others, step)
+        missing = self._missing_ranks(self.membership.others, step)
         return self.fail(phase, step, missing, "NCCL ended the collective without the answers of all ranks")
 
     def _give_up(self, step: int, missing: Sequence[int] = ()) -> None:
-        self._notes.give_up(f"rank {self._notes.rank} gave up in step {step}", missing)
+        self.notes.give_up(f"rank {self.notes.rank} gave up in step {step}", missing)
 
-    def _look_elsewhere(self, elsewhere: Wait, awaited: Awaited) -> None:
+    def _look_elsewhere(self, wait: _Wait) -> None:
+        """Raise PlanMismatch if a rank that is awaited waits for this one in another communicator."""
+        if wait.announced is None:
+            return
+        awaited = wait.awaited
         try:
-            elsewhere.look(awaited.pending or self._members.others)
+            wait.announced.look(awaited.pending or self.membership.others)
         except PlanMismatch:
-            if self._notes.by_pairs:
-                awaited.give_up(awaited.pending)  # or who waits in gloo for it would not go on to the next
+            if self.notes.by_pairs:
+                awaited.give_up(awaited.pending)  # or the thread that waits in gloo for it would not go on to the next
             raise
 
     # -- a rank that does not come breaks the group ---------------------------------------------------------
 
-    def _wait_or_break(self, awaited: Awaited, phase: str, step: int, limit_s: float, elsewhere: Wait | None) -> None:
-        """Whoever waits long signs in.
+    def _break_if_in_vain(self, wait: _Wait) -> None:
+        """Break the group if what is awaited will not come, or is late.
 
         A collective fails on the ranks that talk to a dead one only, and a deadline passes where the wait began
-        first. The others learn of it from the noteboard, so that none of them waits for an answer that cannot come.
+        first. The others learn of it from the notes, so that none of them waits for an answer that cannot come.
+
+        Raises:
+            PeerTimeout: it will not. And what :meth:`wait` raises.
         """
-        deadline = time.monotonic() + limit_s
-        wait_s = min(SIGN_IN_AFTER_S, limit_s)
-        signed_in = False
-        while not awaited.wait(wait_s):
-            if not signed_in:
-                self._notes.sign_in(step)
-                signed_in = True
-            left_s = deadline - time.monotonic()
-            if elsewhere is not None and not awaited.broken:
-                self._look_elsewhere(elsewhere, awaited)
-            cause = self._trouble(awaited, step)
-            if cause is None and left_s <= 0:
-                cause = f"no answer within {limit_s:g} s"
-            if cause is not None:
-                self._give_up(step)  # before it asks who is there, since those that wait further on ask now too
-                missing = [rank for rank in awaited.broken if rank >= 0]
-                missing = missing or self._missing_ranks(awaited.pending or self._members.others, step)
-                raise self.fail(phase, step, missing, cause)
-            wait_s = min(LOOK_EVERY_S, left_s)
+        awaited, step = wait.awaited, wait.step
+        self.notes.sign_in(step)
+        if not awaited.broken:
+            self._look_elsewhere(wait)
+        cause = self._trouble(awaited, step)
+        if cause is None and wait.left_s <= 0:
+            cause = f"no answer within {wait.limit_s:g} s"
+        if cause is not None:
+            self._give_up(step)  # before it asks who is there, since those that wait further on ask now too
+            missing = [rank for rank in awaited.broken if rank >= 0]
+            missing = missing or self._missing_ranks(awaited.pending or self.membership.others, step)
+            raise self.fail(wait.phase, step, missing, cause)
 
     def _trouble(self, awaited: Awaited, step: int) -> str | None:
         """Why what is awaited will not come, if it is known.
@@ -178,18 +235,20 @@ class Watch:
         self.require_none_failed()  # first: a process that is interrupted says so, and may end then
         if awaited.broken:
             return f"the connection broke ({next(iter(awaited.broken.values()))})"
-        said = self._notes.who_gave_up()  # first: who gave up because another left says so behind that
-        if set(self._notes.who_left_before(step)) - self._members.masked:
+        end = self.notes.who_gave_up()  # first: a rank that gave up because another left says so behind that
+        # Not all that have left: a rank that these mask now may have closed its communicator before.
+        missed = set(awaited.pending or self.membership.others) - self.membership.masked
+        if missed.intersection(self.notes.who_left_before(step)):
             return "the communicator was closed there"
         self._require_same_mask(step)
-        if said is None and isinstance(awaited, Collective) and self._siblings.why_apart(self._notes):
+        if end is None and isinstance(awaited, Collective) and self._siblings.why_apart(self.notes):
             self.require_none_failed()  # once more: a rank that failed says so before it says that the ranks are apart
             self._siblings.require_together()
-        return said[1] if said else None
+        return end[1] if end else None
 
     def require_none_failed(self) -> None:
         """Raise PeerError if another rank has told that it failed in the middle of a call. That breaks the group."""
-        failed = self._notes.who_failed()
+        failed = self.notes.who_failed()
         if failed:
             peer_error = PeerError(*failed, sent=True)
             self.broken = f"an earlier call failed: {peer_error}"
@@ -199,101 +258,98 @@ class Watch:
         """Which of some ranks have not come to wait in this step or a later one, nor in vain; nobody, if the store is
         gone.
         """
-        there = self._signed_in(ranks, step)
-        return [] if there is None else sorted(set(ranks) - there)
+        present = self._signed_in(ranks, step)
+        return [] if present is None else sorted(set(ranks) - present)
 
     def _signed_in(self, ranks: Collection[int], step: int) -> set[int] | None:
         """Those of some ranks that wait in this step or a later one, or soon will; None if the store is gone.
 
-        A rank that gives up in an earlier step is there too, unless it is this one that it has missed: whoever is lost
+        A rank that gives up in an earlier step is there too, unless it is this one that it has missed: a lost rank
         may have reached this rank and not that one.
         """
-        deadline = time.monotonic() + ROLL_CALL_S
-        me, there, perhaps = self._notes.rank, set[int](), set[int]()
-        while True:
-            for rank in set(ranks) - there:
-                waits = self._notes.waits_in(step, rank)
+        me, present, undecided = self.notes.rank, set[int](), set[int]()
+
+        def reason_to_stop() -> str:
+            for rank in set(ranks) - present:
+                waits = self.notes.waits_in(step, rank)
                 if waits is None:
-                    return None
-                missing = self._notes.missed_by(rank)
+                    return STORE_IS_GONE
+                missing = self.notes.missed_by(rank)
                 if waits or (missing and me not in missing):
-                    there.add(rank)
+                    present.add(rank)
                 elif missing == []:  # it asks who is there
-                    perhaps.add(rank)
+                    undecided.add(rank)
                 else:
-                    perhaps.discard(rank)
-            if there == set(ranks) or time.monotonic() >= deadline:
-                return there | perhaps
-            time.sleep(0.05)
+                    undecided.discard(rank)
+            return "all are there" if present == set(ranks) else ""
+
+        return None if poll(reason_to_stop, ROLL_CALL_S) == STORE_IS_GONE else present | undecided
 
     # -- a rank that does not come is masked ----------------------------------------------------------------
 
-    def _wait_or_mask(
-        self,
-        awaited: Awaited,
-        phase: str,
-        step: int,
-        left_before: int | None = None,
-        elsewhere: Wait | None = None,
-    ) -> None:
-        """A rank is late that does not come within the deadline and does not wait for another one itself.
+    def _mask_late(self, wait: _Wait) -> None:
+        """Mask the ranks that are late: those that do not come within the deadline and do not wait themselves.
 
-        So a rank that a late one holds up is not masked with it. The wait starts again whenever one is masked, or
-        ends in vain.
+        So a rank that a late one holds up is not masked with it. The wait begins again whenever one is masked, or a
+        deadline passes in vain.
         """
-        members, limit_s = self._members, self._timeout_s
-        deadline, lost, held_up = time.monotonic() + limit_s, members.lost, 0
-        while True:
-            if self.known_losses is not None and members.num_losses > self.known_losses:
-                missing = sorted(awaited.pending)
-                awaited.give_up({*awaited.pending, *awaited.broken})
-                raise PeerTimeout(self._notes.rank, missing, phase, step, "the others go on without a rank")
-            if members.lost != lost:
-                deadline, lost = time.monotonic() + limit_s, members.lost
-            awaited.give_up(lost)
-            if awaited.wait(min(LOOK_EVERY_S, deadline - time.monotonic())):
-                return
-            self.look(step)
-            if elsewhere is not None:
-                self._look_elsewhere(elsewhere, awaited)
-            late, why = set(awaited.broken), "the connection to it broke"
-            late |= awaited.pending & self._who_ended(step if left_before is None else left_before)
-            if not late and time.monotonic() >= deadline:
-                late, why = awaited.pending - members.roll_call(awaited.pending), f"no answer within {limit_s:g} s"
-                self.look(step)
-                deadline = time.monotonic() + limit_s
-                held_up += 1
-            if members.lost != lost:
-                continue
+        awaited, members = wait.awaited, self.membership
+        self.look(wait.step)
+        self._look_elsewhere(wait)
+        late, why = set(awaited.broken), "the connection to it broke"
+        late |= awaited.pending & self._who_ended(wait.left_before)
+        if not late and wait.left_s <= 0:
+            late, why = awaited.pending - members.roll_call(awaited.pending), f"no answer within {wait.limit_s:g} s"
+            self.look(wait.step)
+            wait.num_vain += 1
+            wait.start()
+        if members.lost == wait.lost:
             if late:
-                self.lose(late, phase, step, why)
-            elif held_up > self._notes.num_ranks:
-                raise self.fail(phase, step, awaited.pending, f"no answer within {held_up} times {limit_s:g} s")
+                self.lose(late, wait.phase, wait.step, why)
+            elif wait.num_vain > self.notes.num_ranks:
+                cause = f"no answer within {wait.num_vain} times {wait.limit_s:g} s"
+                raise self.fail(wait.phase, wait.step, awaited.pending, cause)
+        self._leave_lost(wait)
 
-    def lose_absent(self, phase: str, step: int, ended: Collection[int]) -> None:
+    def _leave_lost(self, wait: _Wait) -> None:
+        """Wait no longer for ranks that were lost, and anew for the others.
+
+        Raises:
+            PeerTimeout: the wait is in vain after a loss, see ``known_losses``.
+        """
+        members, awaited = self.membership, wait.awaited
+        if self.known_losses is not None and members.num_losses > self.known_losses:
+            missing = sorted(awaited.pending)
+            awaited.give_up({*awaited.pending, *awaited.broken})
+            raise PeerTimeout(self.notes.rank, missing, wait.phase, wait.step, "the others go on without a rank")
+        if members.lost != wait.lost:
+            wait.lost = members.lost
+            wait.start()
+        awaited.give_up(wait.lost)
+
+    def lose_absent(self, phase: str, ended: Collection[int]) -> None:
         """Settle who is late, after a wait that somebody else has ended. Maybe nobody: then all ranks learn of that.
 
         Args:
-            phase: what this rank waited in. step: number of the collective.
+            phase: what this rank waited in.
             ended: ranks whose process has ended.
         """
-        before = self._members.num_losses
+        before = self.membership.num_losses
         self.look()
         late, why = set(ended) | self._who_ended(sys.maxsize), "its process has ended"
-        late.intersection_update(self._members.others)
-        if not late and self._members.num_losses == before:
-            others = self._members.others
-            late = set(others) - self._members.roll_call(others)
+        late.intersection_update(self.membership.others)
+        if not late and self.membership.num_losses == before:
+            others = self.membership.others
+            late = set(others) - self.membership.roll_call(others)
             why = f"no answer within {self._timeout_s:g} s"
             self.look()
-        if self._members.num_losses == before:
-            self.lose(late, phase, step, why)
+        if self.membership.num_losses == before:
+            self.lose(late, phase, self.notes.step, why)
 
     def lose(self, late: Collection[int], phase: str, step: int, why: str) -> None:
         """Mask ranks, unless another rank was quicker to mask some."""
-        if not self._members.lose(late, f"rank {self._notes.rank} waited in {phase}, step {step}: {why}"):
-            cause = f"{why}, and the process that hosts the store of the process group is gone"
-            raise self.fail(phase, step, late, cause)
+        if not self.membership.lose(late, f"rank {self.notes.rank} waited in {phase}, step {step}: {why}"):
+            raise self.fail(phase, step, late, f"{why}, and {STORE_IS_GONE}")
         self.look(step)
 
     def look(self, step: int | None = None) -> None:
@@ -306,27 +362,28 @@ class Watch:
             CommunicatorBroken: this rank is one of them. PlanMismatch: others ask for a mask instead.
         """
         self._looked = time.monotonic()
-        self._members.look()
-        me = self._notes.rank
-        if me in self._members.lost:
-            self.broken = f"the other ranks have masked rank {me}: {self._members.why[me]}"
+        self.membership.look()
+        me = self.notes.rank
+        if me in self.membership.lost:
+            self.broken = f"the other ranks have masked rank {me}: {self.membership.why[me]}"
             self.require_alive()
         if step is not None:
             self._require_same_mask(step)
 
     def _who_ended(self, step: int) -> set[int]:
         """Ranks that have failed, given up or closed their communicator, as they say themselves."""
-        said = {each[0] for each in (self._notes.who_failed(), self._notes.who_gave_up()) if each is not None}
-        return said | set(self._notes.who_left_before(step))
+        ends = self.notes.who_failed(), self.notes.who_gave_up()
+        return {end[0] for end in ends if end is not None}.union(self.notes.who_left_before(step))
 
-    def settle(self, phase: str, step: int) -> None:
+    def settle_rows(self, phase: str) -> None:
         """Wait until it is known which rows of ranks that were lost meanwhile count in this gather."""
-        while (said := self._members.unsettled()) is not None:
-            self._wait_or_mask(said, phase, step, left_before=sys.maxsize)  # who has left says nothing more
+        while (holdings := self.membership.unsettled()) is not None:
+            # A rank that has left says nothing more, whatever it has started.
+            self._await(_Wait(holdings, phase, self.notes.step, self._timeout_s, left_before=sys.maxsize))
 
     def _require_same_mask(self, step: int) -> None:
         try:
-            self._members.require_same_mask(step)
+            self.membership.require_same_mask(step)
         except PlanMismatch as mismatch:
             self._give_up(step)
             self.broken = f"an earlier call failed: {mismatch}"

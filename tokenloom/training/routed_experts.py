@@ -26,7 +26,7 @@ from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.runtime.torch_modes import require_eager, require_no_tangent, settled
 from tokenloom.training.pieces import Piece, RunOptions, backward_calls, cut, forward_calls, save, saved
 from tokenloom.training.shards import require_unchanged, versions
-from tokenloom.training.transfers import Links, Transfer
+from tokenloom.training.transfers import StreamTransfer, TransferStream
 
 DIFFERENTIABLE = 6
 """Inputs of the node that may want a gradient: x, the routes' weights, w1, w2 and their biases."""
@@ -155,7 +155,7 @@ class _Forward:
     ) -> None:
         self.engine, self.kinds, self.options, self.needs = comm.engine, comm.kinds, options, needs
         self.x, self.topk_ids, self.topk_weights, self.experts = x, topk_ids, topk_weights, experts
-        self.links = Links(comm.engine, options.overlap)
+        self.transfers = TransferStream(comm.engine, options.overlap)
         self.slices = cut(comm.engine, options, len(x))
         self.keeps_rows = needs[2] and not options.redispatch_in_backward
         self.pieces: list[Piece] = []
@@ -173,19 +173,19 @@ class _Forward:
         out = torch.empty_like(self.x)
         combine = self.options.combine_options(self.x.dtype, any(self.needs))
         # The first two dispatches overwrite no rows. A later one waits for the GEMMs that read what it overwrites.
-        computed = [self.links.mark()] * 2
+        computed = [self.transfers.mark()] * 2
         handle, rows, arrival = self._begin_dispatch(0, computed[0])()
-        homecomings: list[Transfer] = []
+        homecomings: list[StreamTransfer] = []
         for number, tokens in enumerate(self.slices):
             more = number + 1 < len(self.slices)
             finish = self._begin_dispatch(number + 1, computed[number + 1]) if more else None
             arrival.wait()
             y, dispatched = self._compute(tokens, handle, rows), handle
-            computed.append(self.links.mark())
+            computed.append(self.transfers.mark())
             if finish is not None:
                 handle, rows, arrival = finish()
-            with self.links.transfer((y, dispatched, out), computed[-1]) as transfer:
-                alone = not (more and self.links.overlaps)
+            with self.transfers.transfer((y, dispatched, out), computed[-1]) as transfer:
+                alone = not (more and self.transfers.overlaps)
                 self.engine.send_combine(dispatched, y, None, combine, out[tokens], alone).receive()
             homecomings.append(transfer)
         for transfer in homecomings:
@@ -194,15 +194,15 @@ class _Forward:
 
     def _begin_dispatch(
         self, number: int, after: torch.cuda.Event | None
-    ) -> Callable[[], tuple[Handle, torch.Tensor, Transfer]]:
+    ) -> Callable[[], tuple[Handle, torch.Tensor, StreamTransfer]]:
         """Send a piece. Call the returned function to finish the dispatch before anything else travels."""
         tokens = self.slices[number]
         given = (self.x[tokens], self.topk_ids[tokens], self.topk_weights[tokens])
-        with self.links.transfer(given, after):
+        with self.transfers.transfer(given, after):
             pending = self._send(number, given)
 
-        def finish() -> tuple[Handle, torch.Tensor, Transfer]:
-            with self.links.transfer((), after) as transfer:
+        def finish() -> tuple[Handle, torch.Tensor, StreamTransfer]:
+            with self.transfers.transfer((), after) as transfer:
                 handle, rows = pending.receive()
                 transfer.results += [handle, rows]
             return handle, rows, transfer
@@ -246,12 +246,12 @@ class _Backward:
         self.engine, self.options = ctx.engine, ctx.options
         wanted = ctx.needs_input_grad[:DIFFERENTIABLE]
         self.wants_x, self.wants_weights, self.wants_w1, self.wants_w2, *self.wants_biases = wanted
-        self.links = Links(ctx.engine, ctx.options.overlap)
+        self.transfers = TransferStream(ctx.engine, ctx.options.overlap)
         self.sends_x = ctx.options.redispatch_in_backward  # alike on all ranks, even where w1 wants no gradient
         # Where nothing overlaps, more journeys ahead would only hold memory longer.
-        self.ahead = ctx.engine.capabilities.receive_buffers if self.links.overlaps else 1
+        self.ahead = ctx.engine.capabilities.receive_buffers if self.transfers.overlaps else 1
         self.journeys: deque[tuple[Piece, torch.Tensor, str]] = deque()
-        self.under_way: deque[tuple[torch.Tensor, Transfer]] = deque()
+        self.under_way: deque[tuple[torch.Tensor, StreamTransfer]] = deque()
         self.grad_x: torch.Tensor | None = None
         self.grad_weights: list[torch.Tensor] = []
         self.grad_w1: torch.Tensor | None = None
@@ -279,10 +279,10 @@ class _Backward:
         """Return the gradients of x, of the routes' weights, of w1 and w2, and of their biases."""
         self._load()
         experts = self.experts
-        begin = self.links.mark()
+        begin = self.transfers.mark()
         for _ in range(self.ahead):
             self._dispatch_next(begin)
-        homecomings: list[Transfer] = []
+        homecomings: list[StreamTransfer] = []
         for_w1: list[tuple[Piece, torch.Tensor]] = []
         for piece in self.pieces:
             grad_out, gemms = self._next_rows(), piece.gemms
@@ -295,7 +295,7 @@ class _Backward:
                 self.grad_w2 = experts.grad_w2(gemms, grad_out, activations, self.grad_w2)
             self._add_biases(piece, grad_hidden, grad_out)
             del grad_out, activations, grad_rows
-            self._dispatch_next(self.links.mark())
+            self._dispatch_next(self.transfers.mark())
             if self.sends_x:
                 for_w1.append((piece, grad_hidden))
             elif piece.rows is not None and self.wants_w1:
@@ -304,7 +304,7 @@ class _Backward:
             rows = self._next_rows()
             if self.wants_w1:
                 self.grad_w1 = experts.grad_w1(piece.gemms, grad_hidden, rows, self.grad_w1)
-            self._dispatch_next(self.links.mark())
+            self._dispatch_next(self.transfers.mark())
         for transfer in homecomings:
             transfer.wait()
         grad_weights = torch.cat(self.grad_weights) if self.wants_weights else None
@@ -321,7 +321,7 @@ class _Backward:
         if not self.journeys:
             return
         piece, values, strategy = self.journeys.popleft()
-        with self.links.transfer((values, piece.handle), after) as transfer:
+        with self.transfers.transfer((values, piece.handle), after) as transfer:
             rows = self.engine.send_again(piece.handle, values[piece.tokens], strategy).receive()
             transfer.results.append(rows)
         self.under_way.append((rows, transfer))
@@ -331,12 +331,14 @@ class _Backward:
         transfer.wait()
         return rows
 
-    def _bring_home(self, piece: Piece, grad_rows: torch.Tensor | None, grad_row_weights: torch.Tensor) -> Transfer:
+    def _bring_home(
+        self, piece: Piece, grad_rows: torch.Tensor | None, grad_row_weights: torch.Tensor
+    ) -> StreamTransfer:
         inputs = (grad_rows, grad_row_weights, piece.handle, self.grad_x)
-        with self.links.transfer(inputs, self.links.mark()) as transfer:
+        with self.transfers.transfer(inputs, self.transfers.mark()) as transfer:
             if grad_rows is not None and self.grad_x is not None:
                 options = self.options.gradient_options(grad_rows.dtype)
-                home, alone = self.grad_x[piece.tokens], not self.links.overlaps
+                home, alone = self.grad_x[piece.tokens], not self.transfers.overlaps
                 self.engine.send_combine(piece.handle, grad_rows, None, options, home, alone).receive()
             if self.wants_weights:
                 weights = piece.handle.topk_weights

@@ -11,8 +11,8 @@ from tokenloom.comm.engine import Engine
 from tokenloom.runtime.streams import Event, tensors_in
 
 
-class Transfer:
-    """Block of work on the links, and its results that another stream uses."""
+class StreamTransfer:
+    """Block of work beside the GEMMs, and its results that another stream uses."""
 
     def __init__(self) -> None:
         self.results: list[object] = []
@@ -24,7 +24,7 @@ class Transfer:
             self.event.wait()
 
 
-class Links:
+class TransferStream:
     """Place where transfers run: a stream of their own, or the current one.
 
     Args:
@@ -41,14 +41,14 @@ class Links:
         return torch.cuda.current_stream(self._device).record_event() if self.overlaps else None
 
     @contextmanager
-    def transfer(self, inputs: tuple[object, ...], after: torch.cuda.Event | None) -> Iterator[Transfer]:
+    def transfer(self, inputs: tuple[object, ...], after: torch.cuda.Event | None) -> Iterator[StreamTransfer]:
         """Run the block after a mark.
 
         Args:
             inputs: everything that the block reads: tensors, or tuples and dataclasses that hold tensors.
             after: mark from :meth:`mark`.
         """
-        transfer = Transfer()
+        transfer = StreamTransfer()
         if not self.overlaps:
             yield transfer
             return

@@ -53,7 +53,8 @@ HANDSHAKE = (
       "runtime.openings:CallKind.hash_of", "(number + 1) * 0x9E3779B97F4A7C15", "0",
       "tests/comm/test_errors.py::test_disagreement"),
     M("disagreement-of-the-last", "PlanMismatch compares ranks with the last one, not with rank 0",
-      "runtime.openings:raise_difference", "there[0]", "there[-1]", "tests/comm/test_errors.py::test_disagreement"),
+      "runtime.openings:raise_difference", "present[0]", "present[-1]",
+      "tests/comm/test_errors.py::test_disagreement"),
     M("two-ranks-on-one-gpu", "ranks that share a GPU get kernels, which wait for each other's SMs",
       "backends.nvlink.registration:objections", "gpu in gpus[:rank]", "False", "tests/backends/test_registry.py"),
 )

@@ -124,7 +124,7 @@ ENDINGS = (
     M("failed-and-told-again", "a fault that has ended the group is told once more",
       "runtime.rank_group:RankGroup.telling", "fault.known_to_all = True", "pass", ENDS),
     M("interrupted-in-an-agreement", "a rank that is interrupted before it agrees tells nobody",
-      "runtime.rendezvous:agree", "whole.abort(interruption)", "pass",
+      "runtime.rendezvous:agree", "ranks.whole.abort(interruption)", "pass",
       "tests/runtime/test_rendezvous.py::test_an_interrupted_rank_ends_the_group"),
     M("interrupted-in-a-backend", "a rank that is interrupted while it makes a backend tells nobody",
       "backends.registry:_try", "ranks.abort(interruption)", "pass",

@@ -38,10 +38,10 @@ CALLS = (
       "tests/comm/test_if_needed.py::test_fp8_again"),
 )
 
-REPORTS, LEFTOVERS = "tests/runtime/test_kernel_reports.py::test_", "tests/runtime/test_leftovers.py::test_"
+REPORTS, DEFERRED = "tests/runtime/test_kernel_reports.py::test_", "tests/runtime/test_deferred_release.py::test_"
 GRAPHS = "tests/runtime/test_graph_references.py::test_"
 RECORDS = "runtime.kernel_reports:CallRecords"
-RELEASE = "runtime.leftovers:release_dropped"
+RELEASE = "runtime.deferred_release:release_dropped"
 
 KEPT = (
     M("outcomes-are-read-again", "what a call has found is found again in the next call of its slot",
@@ -56,12 +56,12 @@ KEPT = (
       f"{RECORDS}.is_well", "not _LOADS_KEEP_ORDER", "False",
       f"{REPORTS}reads_are_ordered_where_the_machine_does_not"),
     M("undone-once-or-never", "what cannot be undone now is forgotten", RELEASE, "not done", "False",
-      f"{LEFTOVERS}what_is_not_done_is_tried_again"),
+      f"{DEFERRED}what_is_not_done_is_tried_again"),
     M("undone-in-a-capture", "memory is given back while a graph is captured", RELEASE,
       "not _waiting or captured or not _at_work.acquire(blocking=False)",
-      "not _waiting or not _at_work.acquire(blocking=False)", f"{LEFTOVERS}not_during_a_capture"),
+      "not _waiting or not _at_work.acquire(blocking=False)", f"{DEFERRED}not_during_a_capture"),
     M("undone-in-a-child", "a forked process undoes what is its parent's", RELEASE, "process != os.getpid()", "False",
-      f"{LEFTOVERS}a_child_undoes_nothing_of_its_parent"),
+      f"{DEFERRED}a_child_undoes_nothing_of_its_parent"),
     M("the-first-graph-counts", "memory is given back when the first of several graphs is gone",
       "runtime.graph_references:GraphReferences.are_gone", "posted.value >= self._num_held", "posted.value >= 1",
       f"{GRAPHS}the_last_of_several_graphs_counts"),

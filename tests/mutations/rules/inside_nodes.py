@@ -44,9 +44,10 @@ MUTATIONS = (
     M("a-rank-asks-alone", "a rank that comes back to others on CPUs asks them what carries rows inside nodes", MAKE,
       'ranks.device.type == "cpu"', "False", f"{TESTS}::test_other_backends_look_for_none", num_ranks=4),
     M("numbers-within-the-node", "a missing rank is named by its number in the node",
-      "runtime.node_ranks:NodeRanks.in_whole", "self.members[peer]", "peer", f"{TESTS}::test_ranks_of_a_node",
+      "backends.network.node_ranks:NodeRanks.in_whole", "self.members[peer]", "peer", f"{TESTS}::test_ranks_of_a_node",
       num_ranks=4),
     M("faults-within-the-node", "ranks of other nodes do not hear of a fault, and go on alone",
-      "runtime.rendezvous:agree", "ranks.whole if isinstance(ranks, NodeRanks) else ranks", "ranks",
+      "runtime.rendezvous:agree", "ranks.whole.all_gather_object((message, *mine), phase)",
+      "ranks.all_gather_object((message, *mine), phase)",
       f"{TESTS}::test_ranks_of_a_node", num_ranks=4),
 )

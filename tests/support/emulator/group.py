@@ -41,14 +41,13 @@ from tokenloom.jit import kernel
 from tokenloom.jit.compiler import NO_PRELUDE
 from tokenloom.plan import Plan
 from tokenloom.runtime import kernel_reports
-from tokenloom.runtime.node_ranks import NodeRanks
-from tokenloom.runtime.noteboard import Noteboard
+from tokenloom.runtime.collectives import Transfer
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.siblings import Siblings
+from tokenloom.runtime.store_notes import StoreNotes
 from tokenloom.runtime.symmetric_memory import BufferLayout
 from tokenloom.runtime.topology import pretended
-from tokenloom.runtime.transfer import Transfer
 from tokenloom.runtime.turns import Turn
 
 CPU = torch.device("cpu")
@@ -204,8 +203,8 @@ class FakeBuffer:
     def __init__(self, layout: BufferLayout, ranks: Any) -> None:
         group = here.group
         self.layout = layout
-        self._members = ranks.members if isinstance(ranks, NodeRanks) else range(ranks.num_ranks)
-        if isinstance(ranks, NodeRanks):  # as a SymmetricBuffer, whose ranks agree with those of all nodes
+        self._members = ranks.members
+        if ranks.whole is not ranks:  # as a SymmetricBuffer, whose ranks agree with those of all nodes
             assert set(ranks.whole.all_gather_object("a buffer", "")) == {"a buffer"}
         parts = group.share(ranks, f"buffer of {self._members}", layout.total_bytes)
         parts = [parts[member] for member in self._members]
@@ -274,7 +273,7 @@ class FakeRanks(RankGroup):
         self.rank, self.num_ranks, self.device = here.rank, here.group.num_ranks, CPU
         self.process_group, self._deadline_is_ours = None, False
         self.timeout_s = self.open_timeout_s = timeout_s
-        self._begin(Noteboard(here.group.store, self.rank, self.num_ranks, rejoins), Siblings())
+        self.prepare(StoreNotes(here.group.store, self.rank, self.num_ranks, rejoins), Siblings())
         self.own_transport = True
         if ranks_per_node is not None:
             self.topology = pretended(self.num_ranks, ranks_per_node)
@@ -347,7 +346,11 @@ class Meeting:
     masks_late = False
 
     def __init__(self) -> None:
-        self.turn = Turn()
+        self.turn, self.members = Turn(), range(here.group.num_ranks)
+
+    @property
+    def whole(self) -> Meeting:
+        return self
 
     def all_gather_object(self, value: Any, phase: str) -> list[Any]:
         group = here.group

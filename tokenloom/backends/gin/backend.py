@@ -45,7 +45,7 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.dispatch.launch import block_count_words
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
-from tokenloom.runtime.leftovers import keep_until_idle
+from tokenloom.runtime.deferred_release import keep_until_idle
 from tokenloom.runtime.rank_group import RankGroup
 
 MAX_KINDS = 64

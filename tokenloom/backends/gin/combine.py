@@ -18,7 +18,7 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.combine.launch import CALL_FIELDS
 from tokenloom.kernels.combine.launch_network import CombineNetworkVariant
 from tokenloom.kernels.common import TURNS
-from tokenloom.runtime.leftovers import keep_until_idle
+from tokenloom.runtime.deferred_release import keep_until_idle
 from tokenloom.runtime.openings import CallKind, Fields
 
 COMBINES = 1

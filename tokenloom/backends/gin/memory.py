@@ -15,9 +15,9 @@ from tokenloom.kernels.common import TURNS, Variant
 from tokenloom.kernels.common.rail import STATE_BYTES, TRAFFICS, Rail
 from tokenloom.kernels.signals.launch import SignalsVariant
 from tokenloom.plan import Plan
+from tokenloom.runtime.deferred_release import wait_for
 from tokenloom.runtime.devices import free_bytes
 from tokenloom.runtime.gin import GinMemory
-from tokenloom.runtime.leftovers import wait_for
 from tokenloom.runtime.openings import Fields
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer

@@ -30,6 +30,7 @@ import torch
 from tokenloom.backends import nvlink
 from tokenloom.backends.exchange import Arriving, Here
 from tokenloom.backends.network.inside import Legs, SentRows, add_collected
+from tokenloom.backends.network.node_ranks import NodeRanks
 from tokenloom.backends.network.paths import Block, Paths, arrange, columns
 from tokenloom.backends.nvlink.backend import NvlinkBackend
 from tokenloom.backends.nvlink.buffers import (
@@ -47,7 +48,6 @@ from tokenloom.backends.seam import CombineKind, CombineOptions, DispatchKind, D
 from tokenloom.errors import PeerTimeout
 from tokenloom.kernels.common import MAX_RANKS
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
-from tokenloom.runtime.node_ranks import NodeRanks
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.runtime.topology import Topology

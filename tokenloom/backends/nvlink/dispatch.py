@@ -24,8 +24,8 @@ from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError, 
 from tokenloom.kernels.dispatch.launch import block_count_words
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
+from tokenloom.runtime.deferred_release import keep_until_idle
 from tokenloom.runtime.kernel_reports import HostCounts
-from tokenloom.runtime.leftovers import keep_until_idle
 
 MAX_KINDS = 64
 """Kinds of calls that are kept prepared. A program has a few, unless it passes another capacity each time."""

@@ -3,7 +3,7 @@
 Each call ends with a meeting of all ranks (kernels/barrier), so a rank that has met knows that all others have the
 result too. When a rank waits in vain, or hears that another one did, then all that are left
 
-1. settle who is lost, at the noteboard (runtime/membership.py), where a rank that is lost itself learns of it;
+1. settle who is lost, by notes in the store (runtime/membership.py), where a rank that is lost itself learns of it;
 2. settle how many calls have ended: as many as the rank with the most has met for. Whoever adopts a loss says its
    number, and counts no meeting any more;
 3. make new memory, since a rank that was late, and lives, may still write to the old one;

@@ -26,8 +26,8 @@ from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.common import OPENING_FIELDS, Call, Variant
 from tokenloom.plan import Plan
+from tokenloom.runtime.deferred_release import keep_until_idle, release_dropped, synchronize, undo_later
 from tokenloom.runtime.graph_references import GraphReferences
-from tokenloom.runtime.leftovers import keep_until_idle, release_dropped, synchronize, undo_later
 from tokenloom.runtime.openings import CallKind, Fields, NeedsRoom
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.streams import current_handle, is_capturing, on_stream

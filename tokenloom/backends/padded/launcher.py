@@ -11,9 +11,9 @@ from tokenloom.backends.gin.launcher import NodesLauncher
 from tokenloom.backends.nvlink.launcher import Half, OpeningKernel
 from tokenloom.backends.padded.memory import PaddedMemory
 from tokenloom.plan import Plan
+from tokenloom.runtime.collectives import Transfer
 from tokenloom.runtime.openings import CallKind, Fields
 from tokenloom.runtime.rank_group import RankGroup
-from tokenloom.runtime.transfer import Transfer
 
 
 class PaddedLauncher(NodesLauncher):

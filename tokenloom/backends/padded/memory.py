@@ -7,9 +7,9 @@ import torch
 from tokenloom.backends.gin.memory import NodeBuffers
 from tokenloom.kernels.common import MAX_BLOCKS
 from tokenloom.kernels.common.rail import Rail
-from tokenloom.runtime.leftovers import keep_until_idle
+from tokenloom.runtime.collectives import Transfer
+from tokenloom.runtime.deferred_release import keep_until_idle
 from tokenloom.runtime.rank_group import RankGroup
-from tokenloom.runtime.transfer import Transfer
 
 
 class PaddedMemory(NodeBuffers):

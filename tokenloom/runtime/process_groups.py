@@ -1,8 +1,11 @@
-"""Which process group a caller means."""
+"""Process groups of torch: which one a caller means, its store, and whose errors calls of torch end with."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,3 +44,35 @@ def process_group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Proce
     if group is not None and dist.get_rank(group) < 0:
         raise InvalidArgument("this process is not a rank of the group; make the communicator on its ranks only")
     return group
+
+
+def store_of(group: dist.ProcessGroup | None) -> Any:
+    """The key-value store that the group was made with, or None where torch keeps it out of reach."""
+    try:
+        return group.get_group_store()  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def raise_if_of_handler(error: BaseException) -> None:
+    """Raise an error that a signal handler has raised during a call of torch: it is no error of torch.
+
+    Python may run a handler between any two steps of the call, and gives it the frame that it interrupts. Nothing else
+    is called with the frame of its caller.
+    """
+    # The first frame is that of who caught the error. It is no handler, and its f_locals would keep the error alive.
+    trace = error.__traceback__ and error.__traceback__.tb_next
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_back is not None and any(each is frame.f_back for each in _frames_in(frame.f_locals.values())):
+            raise error
+        trace = trace.tb_next
+
+
+def _frames_in(values: Iterable[object]) -> Iterator[FrameType]:
+    """Yield frames among the values of local variables, of which one may hold all arguments."""
+    for value in values:
+        if isinstance(value, FrameType):
+            yield value
+        elif type(value) is tuple:
+            yield from (each for each in value if isinstance(each, FrameType))

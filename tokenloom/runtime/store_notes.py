@@ -1,20 +1,23 @@
 """Texts that the ranks of one communicator leave for each other in the key-value store of their process group.
 
-Nothing here waits for another rank, and nothing raises: without a store, or once its host is gone, no note is seen.
+No note waits for another rank, and none raises: without a store, or once its host is gone, no note is seen.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-import torch.distributed as dist
+from tokenloom.runtime.process_groups import raise_if_of_handler
 
-from tokenloom.runtime.signal_handlers import raise_if_of_handler
+Answer = TypeVar("Answer")
 
+POLL_S = 0.02
+"""How often a rank looks for a note that others are about to leave."""
 KEPT_NOTES = 8
 """Named notes of a rank that can still be read: more than there are calls whose outcome a host may not have read."""
 TELLS_WHO_IS_MASKED = ("change/", "loss/")
@@ -23,11 +26,11 @@ NO_NOTE = "no note"
 """What no note says: it is no JSON."""
 
 
-class Noteboard:
+class StoreNotes:
     """The notes of one communicator. They are deleted when all of its ranks that are not gone have left.
 
     Args:
-        store: of the process group of the ranks, see :func:`store_of`; None: nobody reads or writes a note.
+        store: of the process group of the ranks; None: nobody reads or writes a note.
         rank, num_ranks: this rank, and the size of the group.
         joins: the communicator is one that the others have already; :meth:`move` says where its notes are.
         left: it is of the ranks that are left of another one. They are numbered by themselves: no meeting makes
@@ -204,8 +207,8 @@ class Noteboard:
 
     def missed_by(self, rank: int) -> list[int] | None:
         """Whom a rank has missed that has given up, empty if it does not know yet; None if it has not given up."""
-        said = self.hear("gave up", rank)
-        return None if said is None else list(said[1])
+        end = self.hear("gave up", rank)
+        return None if end is None else list(end[1])
 
     def who_gave_up(self) -> tuple[int, str] | None:
         """A rank that gave up and is not gone, the latest if it is one, and where."""
@@ -229,9 +232,9 @@ class Noteboard:
             return None
         # Behind a rank that ends, one that is gone may say the same. It does not hide the other.
         for rank in (latest, *range(self.num_ranks)):
-            said = None if rank in self.gone else self.hear(how, rank)
-            if said is not None:
-                return rank, said[0]
+            end = None if rank in self.gone else self.hear(how, rank)
+            if end is not None:
+                return rank, end[0]
         return None
 
     def leave(self) -> None:
@@ -243,8 +246,8 @@ class Noteboard:
         self.say("left", self.step)
         self._left = True
         # Not their number: ranks that are gone may have left too.
-        there = [rank for rank in range(self.num_ranks) if rank not in self.gone]
-        if all(self.hear_at(self.key("left", rank)) is not None for rank in there):
+        present = [rank for rank in range(self.num_ranks) if rank not in self.gone]
+        if all(self.hear_at(self.key("left", rank)) is not None for rank in present):
             names = {("notes", False), ("waits", False)}
             names |= {(how, everybody) for how in ("gave up", "failed") for everybody in (False, True)}
             for name, everybody in sorted(names | self._names):
@@ -269,9 +272,15 @@ class Noteboard:
             self.call("delete_key", key)
 
 
-def store_of(group: dist.ProcessGroup | None) -> Any:
-    """The key-value store that the group was made with, or None where torch keeps it out of reach."""
-    try:
-        return group.get_group_store()  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError):
-        return None
+def poll(look: Callable[[], Answer], limit_s: float, pause_s: float = POLL_S) -> Answer:
+    """Look, again and again, until the answer is true or the time is over: the last answer.
+
+    Args:
+        look: may raise to end the wait.
+        limit_s: longest wait, in seconds; it looks once at least.
+        pause_s: between two looks.
+    """
+    deadline = time.monotonic() + limit_s
+    while not (answer := look()) and time.monotonic() < deadline:
+        time.sleep(pause_s)
+    return answer

@@ -11,18 +11,18 @@ from unittest import mock
 import pytest
 import torch
 
-from tokenloom.runtime import leftovers
-from tokenloom.runtime.leftovers import release_dropped, undo_later, undo_when_dropped
+from tokenloom.runtime import deferred_release
+from tokenloom.runtime.deferred_release import release_dropped, undo_later, undo_when_dropped
 
 
 @pytest.fixture(autouse=True)
 def empty() -> Iterator[None]:
     """Whatever other tests have left is put back afterwards."""
-    kept = list(leftovers._waiting)
-    leftovers._waiting.clear()
+    kept = list(deferred_release._waiting)
+    deferred_release._waiting.clear()
     yield
-    leftovers._waiting.clear()
-    leftovers._waiting.extend(kept)
+    deferred_release._waiting.clear()
+    deferred_release._waiting.extend(kept)
 
 
 class Owner:
@@ -58,7 +58,7 @@ def test_queued_when_the_owner_is_garbage() -> None:
     undo_when_dropped(owner[0], undo)
     owner.append(owner)
     release_dropped()
-    assert not leftovers._waiting
+    assert not deferred_release._waiting
     del owner
     gc.collect()
     undo.assert_not_called()
@@ -93,7 +93,7 @@ def test_a_child_undoes_nothing_of_its_parent() -> None:
     owner = [Owner()]
     undo_when_dropped(owner[0], lambda: undo("dropped"))
     undo_later(lambda: undo("queued"))
-    leftovers._at_work.acquire()
+    deferred_release._at_work.acquire()
     child = os.fork()
     if child == 0:
         owner.clear()
@@ -101,7 +101,7 @@ def test_a_child_undoes_nothing_of_its_parent() -> None:
         undo_later(lambda: undo("made by the child"))
         release_dropped()
         os._exit(0 if called == ["made by the child"] else 1)
-    leftovers._at_work.release()
+    deferred_release._at_work.release()
     assert os.waitpid(child, 0)[1] == 0
     assert not called
     owner.clear()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from tokenloom.runtime.collectives import all_have_ended
-from tokenloom.runtime.signal_handlers import raise_if_of_handler
+from tokenloom.runtime.process_groups import raise_if_of_handler
 
 Undo = Callable[[], bool]
 """Takes the next steps; returns whether it is done. If not, or if it raises, it is called again later."""
@@ -79,7 +79,7 @@ def release_dropped() -> None:
             done = process != os.getpid()
             try:
                 done = done or undo()
-            except Exception as error:  # a GPU or a store that fails is not the fault of whoever calls this
+            except Exception as error:  # a GPU or a store that fails is no fault of the caller
                 raise_if_of_handler(error)
             finally:
                 if not done:

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from tests.conftest import CPU_RANKS
 from tests.runtime.test_rank_group import call, on_group, open_call, send_rows
 from tests.support.on_ranks import on_ranks
-from tokenloom.runtime import noteboard
-from tokenloom.runtime.noteboard import Noteboard
+from tokenloom.runtime import store_notes
+from tokenloom.runtime.process_groups import store_of
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.store_notes import StoreNotes
 
 TIMEOUT_S, OPEN_TIMEOUT_S = 1.0, 20.0
 ALL = list(range(CPU_RANKS))
@@ -30,12 +31,12 @@ def test_notes(context: RankContext) -> None:
     for _ in range(1 + 2 * context.rank):
         RankGroup(alone[context.rank])
     ranks = RankGroup(own)
-    for number in range(noteboard.KEPT_NOTES + 1):
+    for number in range(store_notes.KEPT_NOTES + 1):
         ranks.notes.post(f"fault/{number}", f"{number} of {context.rank}")
     open_call(ranks)
     other = (context.rank + 1) % context.num_ranks
     assert ranks.notes.read("fault/0", other) is None
-    for number in range(1, noteboard.KEPT_NOTES + 1):
+    for number in range(1, store_notes.KEPT_NOTES + 1):
         assert ranks.notes.read(f"fault/{number}", other) == f"{number} of {other}"
     assert ranks.notes.read("something else", other) is None
     send_rows(ranks)
@@ -49,7 +50,7 @@ def test_the_store_does_not_grow(ranks: RankGroup, end: str) -> None:
     """A server that makes a new communicator a hundred times, after closing one, losing one or timing out. Where ranks
     may be masked they have found each other in the store, to connect."""
     group = ranks.process_group
-    store = noteboard.store_of(group)
+    store = store_of(group)
     open_call(ranks)
     first: set[str] = set()
     for number in range(10):
@@ -81,7 +82,7 @@ def test_notes_stay_until_the_last_rank_has_left() -> None:
     """A rank that has left and then was masked is not counted for one of those that are left: the last of these still
     hears who has left. It deletes the notes."""
     store = dist.HashStore()
-    notes = boards(store, 3)
+    notes = notes_of_all(store, 3)
     notes[0].leave()
     for rank in (1, 2):
         notes[rank].gone = frozenset([0])
@@ -94,7 +95,7 @@ def test_notes_stay_until_the_last_rank_has_left() -> None:
 @pytest.mark.parametrize(("say", "hear"), [("give_up", "who_gave_up"), ("fail", "who_failed")])
 def test_who_is_gone_hides_nobody(say: str, hear: str) -> None:
     """A rank gives up, and behind it one that is masked, which the others do not care for."""
-    notes = boards(dist.HashStore(), 4)
+    notes = notes_of_all(dist.HashStore(), 4)
     for rank in (0, 1, 2):
         notes[rank].gone = frozenset([3])
     getattr(notes[3], say)("the test")
@@ -120,7 +121,7 @@ def test_a_note_that_is_deleted_meanwhile() -> None:
     """A masked rank that lives may read while the last of the others leaves. It does not wait for the note."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=10))
-    notes = Noteboard(store, 0, 2)
+    notes = StoreNotes(store, 0, 2)
     notes.say("roll call", 1, everybody=True)
     notes._store = Deleting(store, notes.key("roll call"))
     began = time.monotonic()
@@ -128,9 +129,9 @@ def test_a_note_that_is_deleted_meanwhile() -> None:
     assert time.monotonic() - began < 5.0
 
 
-def boards(store: dist.Store, num_ranks: int) -> list[Noteboard]:
+def notes_of_all(store: dist.Store, num_ranks: int) -> list[StoreNotes]:
     """The notes of all ranks, in one process."""
-    return [Noteboard(store, rank, num_ranks) for rank in range(num_ranks)]
+    return [StoreNotes(store, rank, num_ranks) for rank in range(num_ranks)]
 
 
 @on_group(PAIR)

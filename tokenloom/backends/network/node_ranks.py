@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from tokenloom.errors import PeerTimeout
-from tokenloom.runtime.noteboard import Noteboard
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.siblings import Siblings
+from tokenloom.runtime.store_notes import StoreNotes
 
 
 class NodeRanks(RankGroup):
@@ -22,22 +22,26 @@ class NodeRanks(RankGroup):
 
     Args:
         whole: the group, whose topology says which ranks share a node.
-
-    Attributes:
-        whole: as given.
-        members: the ranks of this node, as the whole group numbers them.
     """
 
     def __init__(self, whole: RankGroup) -> None:
         node = whole.topology.node_of[whole.rank]
-        self.whole, self.members = whole, whole.topology.nodes[node]
+        self._whole, self._node_ranks = whole, whole.topology.nodes[node]
         self.process_group = None
         self.rank, self.num_ranks = self.members.index(whole.rank), len(self.members)
         self.device = whole.device
         self.timeout_s, self.open_timeout_s = whole.timeout_s, whole.open_timeout_s
-        notes = Noteboard(whole.notes.store, self.rank, self.num_ranks, joins=True)
+        notes = StoreNotes(whole.notes.store, self.rank, self.num_ranks, joins=True)
         notes.move(f"{whole.notes.key(whole.notes.new_name('node'))}/{node}", step=0)
-        self._begin(notes, Siblings())
+        self.prepare(notes, Siblings())
+
+    @property
+    def whole(self) -> RankGroup:
+        return self._whole
+
+    @property
+    def members(self) -> Sequence[int]:
+        return self._node_ranks
 
     def all_gather_object(self, value: Any, phase: str) -> list[Any]:
         by_rank = self.whole.all_gather_object(value, phase)
