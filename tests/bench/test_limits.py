@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tokenloom.bench import tune
-from tokenloom.bench.comm import measure, series
-from tokenloom.bench.common.shape import Shape
-from tokenloom.bench.mega import run as mega_run
-from tokenloom.bench.mega.work import MegaShape
-from tokenloom.bench.train import run as train_run
-from tokenloom.bench.train.work import TrainOptions, TrainShape
+from tokenloom.bench import comm, comm_work, mega, setup, train, tune
+from tokenloom.bench.mega_work import MegaShape
+from tokenloom.bench.setup import Run
+from tokenloom.bench.train_work import TrainOptions, TrainShape
+from tokenloom.bench.workload import Shape
 
 SHAPE = Shape(8, 128, 2, 4)
 
@@ -40,32 +38,33 @@ class Pool:
         raise Asked(limit_s)
 
 
+def run(device: str) -> Run:
+    return Run(Console(file=io.StringIO()), 2, device, [])
+
+
 def of_tune(iterations: int) -> None:
-    options: dict[str, Any] = {"dtype": "bf16", "skew": 0.0, "backend": "auto", "command": []}
-    tune.run_tune(Console(file=io.StringIO()), 2, "cpu", SHAPE, intermediate=64, iterations=iterations, **options)
+    options: dict[str, Any] = {"dtype": "bf16", "skew": 0.0, "backend": "auto"}
+    tune.run_tune(run("cpu"), SHAPE, intermediate=64, iterations=iterations, **options)
 
 
 def of_train(iterations: int) -> None:
     options = TrainOptions("bf16", 0.0, None, True, False, None, False, iterations)
-    train_run.run_train(Console(file=io.StringIO()), 2, "cpu", TrainShape(8, 32, 16, 4, 2), options, command=[])
+    train.run_train(run("cpu"), TrainShape(8, 32, 16, 4, 2), options)
 
 
 def of_comm(iterations: int) -> None:
-    planned, _ = series.plan_series([SHAPE], 2, "cpu", only=["dispatch/collective/ep2/t8/h128/k2/bf16/token/wall"])
-    pool: Any = Pool(2, "cpu")
-    next(measure.measure(pool, planned, iterations))
+    planned, _ = comm_work.plan_series([SHAPE], 2, "cpu", only=["dispatch/collective/bf16/token/wall"])
+    comm.run_comm(run("cpu"), planned, [], iterations)
 
 
 def of_mega(iterations: int) -> None:
-    shape = MegaShape(256, 128, 4, 2)
-    mega_run.run_mega(Console(file=io.StringIO()), 2, shape, [1], command=[], iterations=iterations)
+    mega.run_mega(run("cuda"), MegaShape(256, 128, 4, 2), [1], iterations)
 
 
 @pytest.mark.parametrize("command", [of_tune, of_train, of_comm, of_mega])
 def test_limits_grow_with_samples(command: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tune, train_run, mega_run):
-        monkeypatch.setattr(module, "RankPool", Pool)
-    monkeypatch.setattr(mega_run, "run_setup", lambda *arguments: {})  # it asks for a GPU
+    monkeypatch.setattr(setup, "RankPool", Pool)
+    monkeypatch.setattr(setup, "run_setup", lambda *arguments: {})  # it asks for a GPU
     limits = []
     for iterations in (10, 1000):
         with pytest.raises(Asked) as asked:

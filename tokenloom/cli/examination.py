@@ -16,8 +16,8 @@ from rich.text import Text
 
 from tokenloom._version import __version__
 from tokenloom.backends import registry
-from tokenloom.bench.common.setup import driver
-from tokenloom.bench.common.tables import Fitted, counted, say
+from tokenloom.bench.setup import driver
+from tokenloom.bench.tables import Fitted, counted, say
 from tokenloom.cli import between_nodes
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit import compiler

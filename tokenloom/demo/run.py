@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from tokenloom.bench.common.tables import Fitted, say
+from tokenloom.bench.tables import Fitted, say
 from tokenloom.demo import check, train
 from tokenloom.demo.compare import Difference, compare, merge
 from tokenloom.demo.model import ModelSize

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tokenloom.bench.common.tables import counted
 from tokenloom.bench.network import exchanges, judge
 from tokenloom.bench.network.exchanges import BURST, Exchange, run_exchange
 from tokenloom.bench.network.findings import Finding, merge
@@ -12,6 +11,7 @@ from tokenloom.bench.network.fit import Points
 from tokenloom.bench.network.links import BETWEEN, INSIDE, Link, Meter, Sample, rounds_of
 from tokenloom.bench.network.order import LONGEST_WAIT_S, Stress
 from tokenloom.bench.network.wire import Wire
+from tokenloom.bench.tables import counted
 from tokenloom.comm.communicator import Communicator
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology

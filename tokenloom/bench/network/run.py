@@ -11,14 +11,13 @@ import torch
 from rich.console import Console
 
 from tokenloom.backends.gin.availability import examine
-from tokenloom.bench.common.rows import write_json
-from tokenloom.bench.common.setup import machine, run_setup
-from tokenloom.bench.common.tables import Fitted, say
 from tokenloom.bench.network import judge, report
 from tokenloom.bench.network.fit import fit_constants
 from tokenloom.bench.network.launched import joined, local_device
 from tokenloom.bench.network.on_rank import Options, Report, check, check_on_rank
 from tokenloom.bench.network.parts import LINK_TURNS
+from tokenloom.bench.setup import machine, run_setup, write_json
+from tokenloom.bench.tables import Fitted, say
 from tokenloom.errors import TokenloomError
 from tokenloom.runtime.processes import RankContext, RankPool
 from tokenloom.tune.network.constants import REGIMES, Constants, write_constants

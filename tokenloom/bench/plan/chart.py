@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenloom.bench.common.plot import DOTS_PER_INCH, WIDTH_INCHES, load_matplotlib
 from tokenloom.bench.plan.rows import OPERATIONS, PlanRow, Problem
 from tokenloom.bench.plan.tables import REGIME_WORDS, beyond_figures, extrapolation
+from tokenloom.bench.plot import DOTS_PER_INCH, WIDTH_INCHES, load_matplotlib
 from tokenloom.tune.network.traffic import ROWS_PER
 
 HEIGHT_INCHES = 4.5

@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from tokenloom.bench.common.plot import load_matplotlib
-from tokenloom.bench.common.rows import write_json
-from tokenloom.bench.common.tables import Fitted
-from tokenloom.bench.common.tables import counted as in_words
 from tokenloom.bench.plan import chart, tables
 from tokenloom.bench.plan.rows import MOST_RANKS, OPERATIONS, PlanRow, Problem, make_rows, published
+from tokenloom.bench.plot import load_matplotlib
+from tokenloom.bench.tables import Fitted
+from tokenloom.bench.tables import counted as in_words
 from tokenloom.errors import InvalidArgument
 from tokenloom.tune.network.constants import REGIMES, Constants
 from tokenloom.tune.network.cost import MIB, require_budget
@@ -96,7 +95,7 @@ def run_plan(
     for note in notes:
         console.print(note, markup=False)
     if json_file is not None:
-        from tokenloom.bench.common.setup import commit  # with torch, which takes seconds
+        from tokenloom.bench.setup import commit, write_json  # with torch, which takes seconds
 
         setup = {"commit": commit(), "command": shlex.join(["tokenloom", *command])}
         write_json(json_file, setup | asdict(problem) | {"constants": asdict(constants)}, notes, made)

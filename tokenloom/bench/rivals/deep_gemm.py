@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from tokenloom.bench.common.packages import PackageMissing
-from tokenloom.bench.mega.work import MegaShape
+from tokenloom.bench import PackageMissing
+from tokenloom.bench.mega_work import MegaShape
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops.quant import quantize_fp8
 

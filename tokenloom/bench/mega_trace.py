@@ -49,7 +49,7 @@ def write_trace(
 
     Args:
         file: JSON.
-        setup: from :func:`tokenloom.bench.common.setup.run_setup`, for the record.
+        setup: from :func:`tokenloom.bench.setup.run_setup`, for the record.
         name: name of the row.
         num_tokens: tokens of every rank.
         by_rank: times of one call, on the CPU.

@@ -1,4 +1,4 @@
-"""How ``tokenloom bench mega`` times calls: eager, in graphs, stage by stage, with a warm or a cold L2."""
+"""Clocks of one rank: microseconds of a call, alone or in a CUDA graph, with a warm or a cold L2."""
 
 from __future__ import annotations
 
@@ -8,9 +8,56 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenloom.bench.common import timing
-from tokenloom.inference.mega_moe import MegaMoE
 from tokenloom.runtime.processes import RankContext
+from tokenloom.tune.samples import call_us
+
+GRAPH_CALLS = 10
+"""Calls in a captured graph. Even, because dispatches alternate between two receive buffers: each replay then starts
+with the buffer that the one before started with."""
+EAGER_CALLS = 2
+"""Calls before a capture, which may neither compile nor allocate: one for each receive buffer."""
+
+
+def one_call(context: RankContext, call: Callable[[], Any], queued: bool = False) -> float:
+    """Microseconds of one call, as :func:`tokenloom.tune.samples.call_us` takes them."""
+    return call_us(context.group, context.device, call, queued)
+
+
+def warm_up(call: Callable[[], Any]) -> None:
+    """Make the calls that a capture needs before it, and wait for them. Collective if the call is."""
+    for _ in range(EAGER_CALLS):
+        call()
+    torch.cuda.synchronize()
+
+
+def capture(call: Callable[[], Any], calls: int = GRAPH_CALLS) -> torch.cuda.CUDAGraph:
+    """Capture ``calls`` calls, which need :func:`warm_up` first. Collective if the call is."""
+    graph = torch.cuda.CUDAGraph()
+    # A failed capture leaves its own stream current; the outer context restores the one before.
+    same_stream = torch.cuda.stream(torch.cuda.current_stream())
+    # thread_local: NCCL's watchdog thread queries events meanwhile, which would invalidate a capture in other modes.
+    with same_stream, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(calls):
+            call()
+    return graph
+
+
+def one_replay(context: RankContext, graph: torch.cuda.CUDAGraph, calls: int = GRAPH_CALLS) -> float:
+    """Microseconds of one of the ``calls`` calls in a graph, by events around its replay.
+
+    The replay is queued behind a collective, so that the GPUs start together: hosts leave a barrier tens of
+    microseconds apart, as long as some calls take.
+    """
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    aligned = torch.zeros(1, dtype=torch.float32, device=context.device)
+    dist.barrier(context.group)
+    dist.all_reduce(aligned, group=context.group)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / calls
+
 
 FLUSHED_L2S = 4
 """Size of what is overwritten before a cold sample, in sizes of L2. More than two, because L2 need not evict the
@@ -32,7 +79,7 @@ class Clock:
 
     def __init__(self, context: RankContext, cold: bool) -> None:
         self.context = context
-        self.calls = 1 if cold else timing.GRAPH_CALLS
+        self.calls = 1 if cold else GRAPH_CALLS
         self._overwritten: torch.Tensor | None = None
         if cold:
             l2_bytes = torch.cuda.get_device_properties(context.device).L2_cache_size
@@ -40,7 +87,7 @@ class Clock:
 
     def capture(self, call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         """A graph of ``calls`` calls."""
-        return timing.capture(call, self.calls)
+        return capture(call, self.calls)
 
     def cool(self) -> None:
         """Overwrite L2 if samples are cold; the next sample on the current stream waits for it."""
@@ -50,12 +97,12 @@ class Clock:
     def replay_us(self, graph: torch.cuda.CUDAGraph) -> float:
         """Microseconds of one of the calls in a graph of :meth:`capture`."""
         self.cool()
-        return timing.one_replay(self.context, graph, self.calls)
+        return one_replay(self.context, graph, self.calls)
 
     def call_us(self, call: Callable[[], Any]) -> float:
         """Microseconds of an eager call."""
         self.cool()
-        return timing.one_call(self.context, call)
+        return one_call(self.context, call)
 
 
 def try_capture(clock: Clock, call: Callable[[], Any], out: torch.Tensor) -> tuple[torch.cuda.CUDAGraph | None, str]:
@@ -89,30 +136,3 @@ def _on_all_ranks(context: RankContext, ours: bool) -> bool:
     answer = torch.tensor(int(ours), dtype=torch.int64, device=context.device)
     dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=context.group)
     return bool(answer)
-
-
-class StagedGraph:
-    """One call of ours in a graph, with an event behind each stage. Making one is collective."""
-
-    def __init__(self, clock: Clock, mega: MegaMoE, call: Callable[[], Any]) -> None:
-        self._clock = clock
-        self._events: list[tuple[str, torch.cuda.Event]] = []
-
-        def staged_call() -> None:
-            self._record("begin")
-            mega.after_stage = self._record
-            call()
-            mega.after_stage = None
-
-        self._graph = timing.capture(staged_call, calls=1)
-
-    def _record(self, stage: str) -> None:
-        event = torch.cuda.Event(enable_timing=True, external=True)
-        event.record()
-        self._events.append((stage, event))
-
-    def sample(self) -> dict[str, float]:
-        """Microseconds of each stage of one replay, in their order. Ranks meet in a collective right before it."""
-        self._clock.replay_us(self._graph)
-        pairs = zip(self._events, self._events[1:], strict=False)
-        return {stage: before.elapsed_time(after) * 1e3 for (_, before), (stage, after) in pairs}

@@ -1,4 +1,4 @@
-"""Charts: what all of them share, and curves over tokens. Needs matplotlib, which nothing else here does."""
+"""Charts: bars of groups, and curves over tokens. Needs matplotlib, which nothing else here does."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenloom.bench.common.packages import PackageMissing
+from tokenloom.bench import PackageMissing
 
 WIDTH_INCHES = 12.0
 CURVES_HEIGHT_INCHES = 7.5
 DOTS_PER_INCH = 120
+BAR_INCHES = 0.16
 TIME_AXIS = "µs, median of the slowest rank"
 
 
@@ -33,7 +34,7 @@ def title(setup: Mapping[str, Any], what: str) -> str:
     """Two lines for the top of a chart: what was measured where, and with which versions.
 
     Args:
-        setup: from :func:`tokenloom.bench.common.setup.run_setup`.
+        setup: from :func:`tokenloom.bench.setup.run_setup`.
     """
     versions = [f"{name} {setup[name]}" for name in ("torch", "nccl", "driver", "commit") if setup[name]]
     ranks = f"{setup['num_ranks']} ranks on {setup['device_name']}"
@@ -54,7 +55,7 @@ def write_curves_png(
 
     Args:
         file: PNG.
-        setup: from :func:`tokenloom.bench.common.setup.run_setup`.
+        setup: from :func:`tokenloom.bench.setup.run_setup`.
         what, shape: what was measured, for the titles.
         curves, bounds: points (tokens, microseconds) by name, in ascending order, all above 0.
 
@@ -90,3 +91,53 @@ def write_curves_png(
     axes.legend(fontsize="small")
     figure.suptitle(title(setup, what))
     figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
+
+
+def write_bars_png(
+    file: Path, setup: Mapping[str, Any], what: str, charts: Mapping[str, Sequence[tuple[str, str, float]]]
+) -> None:
+    """Draw bars in groups: a chart for each title, and a colour for everybody.
+
+    Args:
+        file: PNG.
+        setup: from :func:`tokenloom.bench.setup.run_setup`.
+        what: what was measured, for the title.
+        charts: bars by title: group, who, microseconds.
+
+    Raises:
+        PackageMissing: matplotlib is not installed.
+    """
+    heights = [BAR_INCHES * (len(bars) + 2 * len({group for group, _, _ in bars})) + 1 for bars in charts.values()]
+    figure = load_matplotlib().Figure(figsize=(WIDTH_INCHES, sum(heights) + 1), layout="constrained")
+    all_axes = figure.subplots(len(charts), squeeze=False, height_ratios=heights)
+    colors: dict[str, str] = {}
+    for bars in charts.values():
+        for _, who, _ in bars:
+            colors.setdefault(who, f"C{len(colors)}")
+    for axes, (above, bars) in zip(all_axes.flat, charts.items(), strict=True):
+        _draw_bars(axes, bars, colors)
+        axes.set_title(above)
+    figure.suptitle(title(setup, what))
+    figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
+
+
+def _draw_bars(axes: Any, bars: Sequence[tuple[str, str, float]], colors: Mapping[str, str]) -> None:
+    places: dict[str, list[tuple[float, float]]] = {}
+    ticks, top = [], 0.0
+    for group in dict.fromkeys(group for group, _, _ in bars):
+        first = top
+        for _, who, us in (each for each in bars if each[0] == group):
+            places.setdefault(who, []).append((top, us))
+            top += 1.0
+        ticks.append(((first + top - 1) / 2, group))
+        top += 1.0
+    for who, color in colors.items():
+        own = places.get(who, [])
+        medians = [us for _, us in own]
+        drawn = axes.barh([place for place, _ in own], medians, 0.9, label=who, color=color)
+        axes.bar_label(drawn, [f"{us:,.0f}" if us >= 1000 else f"{us:,.1f}" for us in medians], padding=3, fontsize=6)
+    axes.set_yticks([place for place, _ in ticks], [group for _, group in ticks])
+    axes.margins(0.06, 0.01)
+    axes.invert_yaxis()
+    axes.set_xlabel(TIME_AXIS)
+    axes.legend(fontsize="small")

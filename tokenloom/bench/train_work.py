@@ -1,4 +1,4 @@
-"""Compares outputs and gradients of a layer with a dense float32 reference of all tokens and all experts.
+"""What ``tokenloom bench train`` gives the layer to do, and the dense float32 reference that checks what comes back.
 
 The reference computes expert by expert, in chunks of tokens, so it needs little memory. It shares nothing with the
 layer but the router's choice of experts. Each rank computes its own tokens with everybody's experts, for outputs and
@@ -10,15 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from tokenloom.bench.train.work import Problem
+from tokenloom.bench.differences import Difference, compare, total
+from tokenloom.bench.workload import Shape
+from tokenloom.comm.strategy import Strategy
+from tokenloom.errors import InvalidArgument
 from tokenloom.ops.router import Router, router_logits
+from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.training.shards import local_part
+from tokenloom.tune.samples import draw_topk_ids
 
 TENSORS = ("o", "dx", "d router_weight", "dw1", "dw2")
 LIMITS = {"bf16": 2**-6, "fp32": 1e-5}
@@ -28,75 +33,153 @@ REASONS = {
     "add up to less than 4",
     "fp32": "sums of thousands of terms in another order, each rounded by 2^-24",
 }
-LARGEST_SHARE = 1 / 16
-"""Most difference of a single value, as a share of the largest value. A lost token is off by about all of it, which
-the relative difference does not show among thousands of tokens."""
 CHUNK_ROWS = 8192
 """Rows in one GEMM of the reference."""
-
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+STEER = 8.0
+"""Added to the logits of experts that are to be chosen: several times the spread of random logits."""
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Distance of a tensor, or a part of it, from its reference.
+class TrainShape:
+    """A layer and its tokens.
 
     Attributes:
-        max_ref, sum_ref: maximum and sum of the reference's absolute values.
-        count: number of values.
-        max_diff: largest absolute difference.
-        squares_diff, squares_ref: sums of squares.
+        num_tokens: T of all ranks together, the same number on each.
+        hidden, intermediate, num_experts, top_k: H, I, E and K.
     """
 
-    max_ref: float
-    sum_ref: float
-    count: int
-    max_diff: float
-    squares_diff: float
-    squares_ref: float
+    num_tokens: int
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+
+    def plan(self, num_ranks: int) -> Plan:
+        """The plan for these sizes on ``num_ranks`` ranks.
+
+        Raises:
+            InvalidArgument: tokens or experts cannot be spread over the ranks, or experts are fewer than a token
+                chooses.
+        """
+        if self.num_tokens % num_ranks:
+            raise InvalidArgument(
+                f"--thiek has {self.num_tokens} tokens, those of all ranks, expected a multiple of the {num_ranks} "
+                f"ranks; pass {align_up(self.num_tokens, num_ranks)}"
+            )
+        return Shape(self.num_tokens // num_ranks, self.hidden, self.top_k, self.num_experts).plan(num_ranks)
+
+    def forward_flops(self, num_tokens: int) -> int:
+        """Operations of the experts' GEMMs in a forward of ``num_tokens`` tokens. A backward has twice as many."""
+        return 6 * num_tokens * self.top_k * self.hidden * self.intermediate
+
+    def kept_bytes(self, num_tokens: int, dtype: torch.dtype) -> int:
+        """Bytes of a row and its pre-activations, for each route of ``num_tokens`` tokens."""
+        return num_tokens * self.top_k * (self.hidden + 2 * self.intermediate) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How the layer runs, and what is asked of it. :class:`tokenloom.ExpertParallelMoE` describes the options.
+
+    Attributes:
+        dtype: "bf16" or "fp32".
+        skew: s; experts are drawn with probability proportional to 1 / place^s. 0: as a random router chooses.
+        strategy: what carries the payloads; None: the layer's own choice.
+        overlap: whether transfers run beside GEMMs.
+        redispatch_in_backward: whether tokens are kept and sent again, instead of their dispatched rows.
+        pool_rows: most rows of a rank's experts; None: exact sizes.
+        check: whether to compare with the reference.
+        iterations: samples of each number.
+    """
+
+    dtype: str
+    skew: float
+    strategy: Strategy | None
+    overlap: bool
+    redispatch_in_backward: bool
+    pool_rows: int | None
+    check: bool
+    iterations: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A layer's weights on one rank, all of which require gradients.
+
+    Attributes:
+        router: [E, H].
+        experts: w1 and w2 as parameters, DTensors of all ranks' experts where there are ranks.
+    """
+
+    router: torch.Tensor
+    experts: tuple[torch.Tensor, torch.Tensor]
 
     @property
-    def mean_ref(self) -> float:
-        """Mean absolute value of the reference."""
-        return self.sum_ref / self.count if self.count else 0.0
+    def w1(self) -> torch.Tensor:
+        """[L, 2I, H]."""
+        return local_part(self.experts[0])
 
     @property
-    def relative(self) -> float:
-        """Norm of the difference over the norm of the reference."""
-        if self.squares_ref == 0:
-            return 0.0 if self.squares_diff == 0 else float("inf")
-        return float((self.squares_diff / self.squares_ref) ** 0.5)
-
-    def within(self, limit: float) -> bool:
-        """Whether both the relative and the largest difference are small enough; never with NaN."""
-        return self.relative <= limit and self.max_diff <= LARGEST_SHARE * self.max_ref
+    def w2(self) -> torch.Tensor:
+        """[L, H, I]."""
+        return local_part(self.experts[1])
 
 
-def compare(got: torch.Tensor, ref: torch.Tensor) -> Difference:
-    """Compare two tensors of one shape, in float32 and with sums in float64."""
-    if not ref.numel():
-        return Difference(0.0, 0.0, 0, 0.0, 0.0, 0.0)
-    got, ref = got.detach().float(), ref.detach().float()
-    diff = got - ref
+@dataclass(frozen=True)
+class Problem:
+    """What a layer is given on one rank.
 
-    def sum_of(tensor: torch.Tensor) -> float:
-        return float(tensor.sum(dtype=torch.float64))
+    Attributes:
+        x: [T, H], requires a gradient.
+        weights: the layer's weights.
+        grad: [T, H], gradient of the output.
+    """
 
-    squares = [sum_of(each.square()) for each in (diff, ref)]
-    return Difference(float(ref.abs().max()), sum_of(ref.abs()), ref.numel(), float(diff.abs().max()), *squares)
+    x: torch.Tensor
+    weights: Weights
+    grad: torch.Tensor
+
+    def gradients(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Gradients of x, router, w1 and w2, from the layer's output."""
+        wanted = (self.x, self.weights.router, *self.weights.experts)
+        return tuple(local_part(grad) for grad in torch.autograd.grad(out, wanted, self.grad))
 
 
-def total(parts: Iterable[Difference]) -> Difference:
-    """The difference of a whole tensor, from those of its parts."""
-    found = list(parts)
+def make_problem(num_tokens: int, weights: Weights, top_k: int, skew: float = 0.0, seed: int = 0) -> Problem:
+    """Draw tokens and gradients for these weights.
 
-    def values(name: str) -> list[float]:
-        return [getattr(part, name) for part in found]
+    Args:
+        skew: move tokens so that the router chooses what :func:`tokenloom.tune.samples.draw_topk_ids` draws.
+        seed: seed of the tokens; the rank.
 
-    # numpy's maximum keeps NaN, which is the largest difference of all.
-    largest = {name: float(np.max(values(name))) for name in ("max_ref", "max_diff")}
-    sums = {name: sum(values(name)) for name in ("sum_ref", "squares_diff", "squares_ref")}
-    return Difference(**largest, **sums, count=sum(part.count for part in found))
+    Raises:
+        InvalidArgument: a skew with more experts than a token has values.
+    """
+    num_experts, hidden = weights.router.shape
+    device, dtype = weights.w1.device, weights.w1.dtype
+    generator = torch.Generator(device).manual_seed(seed)
+    x, grad = (torch.randn(num_tokens, hidden, generator=generator, device=device, dtype=dtype) for _ in range(2))
+    if skew:
+        require_steerable(num_experts, hidden)
+        ids = draw_topk_ids(seed, num_tokens, num_experts, top_k, skew).to(device, torch.int64)
+        wanted = torch.zeros(num_tokens, num_experts, dtype=torch.float32, device=device).scatter_(1, ids, STEER)
+        # Each row of the pseudo-inverse raises one logit and leaves the others as they are.
+        x += (wanted @ torch.linalg.pinv(weights.router.detach().float()).t()).to(dtype)
+    return Problem(x.requires_grad_(), weights, grad)
+
+
+def require_steerable(num_experts: int, hidden: int) -> None:
+    """Check that tokens exist which the router sends wherever a skew wants them.
+
+    Raises:
+        InvalidArgument: there are more experts than a token has values.
+    """
+    if num_experts > hidden:
+        raise InvalidArgument(
+            f"hidden is {hidden}, expected at least {num_experts}, the experts, beside a skew; leave --skew out"
+        )
 
 
 def compare_all(got: Iterable[torch.Tensor], ref: Iterable[torch.Tensor]) -> dict[str, Difference]:

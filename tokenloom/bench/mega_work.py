@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenloom.bench.common.rates import LINK_GBYTES_PER_S
+from tokenloom.bench.workload import LINK_GBYTES_PER_S
 from tokenloom.plan import FP8_BLOCK
+from tokenloom.runtime.processes import RankContext
 from tokenloom.tune.samples import draw_topk_ids
 
 HBM_GBYTES_PER_S, FP8_TFLOPS = 4370.0, 1388.0
 """Rates of an H200, for the floor: HBM reads, and cuBLAS without block scales."""
+
+WEIGHT_SEED = 1_000_000
+"""Seed of expert 0. No rank has it: weights must not resemble tokens."""
 
 SCALE_BYTES = HOME_BYTES = WEIGHT_BYTES = 4
 """Bytes beside a row's values: a scale, the place of its result, and its weight."""
@@ -97,3 +101,33 @@ def bytes_out(shape: MegaShape, num_ranks: int, rank: int, ids: Sequence[torch.T
     back = sum(int((ids[other] // local == rank).sum()) for other in range(num_ranks) if other != rank)
     row_bytes = shape.hidden + shape.hidden // FP8_BLOCK * SCALE_BYTES + HOME_BYTES + WEIGHT_BYTES
     return to_others * row_bytes + back * shape.hidden * 2
+
+
+def make_weights(
+    shape: MegaShape, context: RankContext
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random weights of this rank's E / W experts and the S shared ones; outputs are about as large as inputs.
+
+    Returns:
+        w1: float8_e4m3fn [E / W + S, 2I, H], gates first.
+        w1_scales: float32 [E / W + S, 2I / 128, H / 128].
+        w2: float8_e4m3fn [E / W + S, H, I].
+        w2_scales: float32 [E / W + S, H / 128, I / 128].
+    """
+    device, local = context.device, shape.num_experts // context.num_ranks
+    experts = [*range(context.rank * local, (context.rank + 1) * local)]
+    # Numbers that no rank has: shared experts are the same everywhere.
+    experts += range(shape.num_experts, shape.num_experts + shape.num_shared_experts)
+    sizes = ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate))
+    found: list[torch.Tensor] = []
+    for rows, columns in sizes:
+        found.append(torch.empty(len(experts), rows, columns, dtype=torch.float8_e4m3fn, device=device))
+        found.append(torch.empty(len(experts), rows // 128, columns // 128, dtype=torch.float32, device=device))
+    w1, w1_scales, w2, w2_scales = found
+    for i, expert in enumerate(experts):
+        generator = torch.Generator(device).manual_seed(WEIGHT_SEED + expert)
+        for values, scales in ((w1[i], w1_scales[i]), (w2[i], w2_scales[i])):
+            values.copy_(torch.randn(values.shape, generator=generator, dtype=torch.float32, device=device))
+            # Scales differ, so that outputs differ if somebody takes the scale of another block.
+            scales.uniform_(0.5, 1.5, generator=generator).mul_(values.shape[1] ** -0.5)
+    return w1, w1_scales, w2, w2_scales

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -134,6 +134,36 @@ def _wrapped(text: Text, width: int) -> Text:
     for line in lines:
         line.rstrip()
     return Text("\n").join(lines)
+
+
+def make_table(
+    headers: Sequence[str],
+    rows: Iterable[Sequence[str]] = (),
+    *,
+    title: str | None = None,
+    title_style: str | None = "bold",
+    left: Sequence[int] = (0,),
+    padding: Any = (0, 1, 0, 0),
+    show_edge: bool = True,
+) -> Table:
+    """A table of numbers, which stand on the right.
+
+    Args:
+        left: columns of words, which stand on the left.
+    """
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style=title_style,
+        box=box.SIMPLE_HEAD,
+        padding=padding,
+        show_edge=show_edge,
+    )
+    for place, header in enumerate(headers):
+        table.add_column(header, justify="left" if place in left else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def counted(count: int, word: str) -> str:
