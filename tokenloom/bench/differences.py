@@ -56,14 +56,15 @@ class Difference:
 
 
 def compare(got: torch.Tensor | None, ref: torch.Tensor | None) -> Difference:
-    """Compare two tensors, in float32 and with sums in float64. Another shape, or nothing, is infinitely far off."""
+    """Compare two tensors, in float32 or more. Another shape, or nothing, is infinitely far off."""
     if got is None and ref is None:
         return Difference()
     if got is None or ref is None or got.shape != ref.shape:
         return Difference(max_diff=float("inf"), sum_diff=float("inf"), squares_diff=float("inf"))
     if not ref.numel():
         return Difference()
-    got, ref = got.detach().float(), ref.detach().float()
+    dtype = torch.promote_types(ref.dtype, torch.float32)
+    got, ref = got.detach().to(dtype), ref.detach().to(dtype)
     diff = got - ref
 
     def sum_of(tensor: torch.Tensor) -> float:
