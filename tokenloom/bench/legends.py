@@ -58,3 +58,9 @@ TUNE = (
     "without it. Gradient: the transfer backward. Score: with GEMM + gradient. GB/s: bytes that leave the busiest "
     "rank, by the time of the transfer alone; 1 GB is 1e9 bytes."
 )
+
+NETWORK_LINKS = (
+    "Links: the shortest median round trip of 8 bytes, and the best rate each way (1 GB is 1e9 bytes), of {turns} "
+    "turns. A link fails below {slow:.0%} of the median rate of its kind. It also fails with a ping above both "
+    "{late:g} times the median of its kind and that median plus {late_us:,.0f} µs."
+)

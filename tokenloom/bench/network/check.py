@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from tokenloom.bench.network.bits import check_bits
+from tokenloom.bench.network.bits import check_bits, sizes
 from tokenloom.bench.network.findings import Finding, merge
-from tokenloom.bench.network.fit import Points
-from tokenloom.bench.network.parts import check_links, check_order, check_rails
-from tokenloom.bench.network.problems import sizes
+from tokenloom.bench.network.links import check_links
+from tokenloom.bench.network.order import check_order
+from tokenloom.bench.network.rails import Points, check_rails
 from tokenloom.bench.network.wire import Wire
 from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import BackendUnavailable, InvalidArgument
