@@ -219,6 +219,6 @@ def test_width_where_there_is_no_terminal(columns: str | None, width: int, monke
 def test_an_error_of_ours_keeps_its_cure() -> None:
     """Only an error that has none is told with the help."""
     for text, whole in (("a is 1; pass 2", "a is 1; pass 2"), ("a is 1", "a is 1; see tokenloom plan --help")):
-        with mock.patch("tokenloom.bench.plan.run.run_plan", side_effect=InvalidArgument(text)):
+        with mock.patch("tokenloom.bench.plan.run_plan", side_effect=InvalidArgument(text)):
             done = CliRunner().invoke(app.app, ["plan"], prog_name="tokenloom")
         assert (done.exit_code, done.stderr) == (MISUSED, f"tokenloom: {whole}\n")

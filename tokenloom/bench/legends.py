@@ -64,3 +64,19 @@ NETWORK_LINKS = (
     "turns. A link fails below {slow:.0%} of the median rate of its kind. It also fails with a ping above both "
     "{late:g} times the median of its kind and that median plus {late_us:,.0f} µs."
 )
+
+PLAN = (
+    "node, rank, route: a row for each node, rank or route of a token on other nodes. Times are of the busiest rank: "
+    "start + the longest of NIC, NVLink and puts + a share of the shorter of NIC and NVLink. binds: the largest of "
+    "the four; in tables that compare sizes, for node. others' best: the fastest published figure. staging: memory of "
+    "a GPU for rows from other nodes, of two calls in turn; --budget shows all that backends hold."
+)
+PLAN_EXTRAPOLATED = (
+    "* beyond the published figures in: {words}. They are of hidden {hidden}, top-{top_k} and {ranks_per_node} ranks "
+    "a node; in low latency of 128 tokens on 16 to 256 ranks, in high throughput of 4096 to 8192 tokens on 16 to 64 "
+    "ranks."
+)
+PLAN_PREDICTED = (
+    "Nobody publishes low latency with a row per (token, node): those times are predictions, and its hop over NVLink "
+    "takes {least:g} to {most:g} µs more, by a guess."
+)
