@@ -22,33 +22,6 @@ from tokenloom.bench.workload import Operation, make_inputs
 from tokenloom.runtime.processes import RankContext
 
 
-def test_everybody_takes_turns() -> None:
-    """Everybody is measured once in each of three rounds, so that drift hits all alike, after one warm-up."""
-    operation = OPERATIONS[0]
-    order: list[int | None] = []
-
-    def sampler(context: Any, maker: CallMaker, each: Series) -> Any:
-        def sample() -> Sample:
-            order.append(each.num_sms)
-            return {"call": float(len(order))}
-
-        return sample
-
-    context: Any = SimpleNamespace(rank=0, report=lambda event: None)
-    with (
-        mock.patch.object(comm_calls, "make_inputs", return_value=None),
-        mock.patch.object(comm_calls, "make_sampler", sampler),
-    ):
-        found = comm_calls.measure_on_rank(
-            context, [Series(SHAPE, operation, "collective", "wall", sms) for sms in (1, 2)], 10
-        )
-    # Warm-up 2, rounds of 3, 3 and 4, each but the first after one call that does not count.
-    turns = [1] * 5 + [2] * 5 + ([2] * 4 + [1] * 4) + ([1] * 5 + [2] * 5)
-    assert order == turns
-    assert found[0].samples == {"call": [3, 4, 5, 16, 17, 18, 20, 21, 22, 23]}
-    assert [len(each.samples["call"]) for each in found] == [10, 10]
-
-
 @pytest.mark.parametrize("backend", ["network", "collective"])
 def test_rows_of_nodes_count_what_is_handed_on(backend: str) -> None:
     """On backend network; others send straight to ranks. The row says how many ranks a node has."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.conftest import Ranks
 from tokenloom.bench import PackageMissing, clock, mega
 from tokenloom.bench.clock import Clock
-from tokenloom.bench.harness import Contestant, Measured, take_turns
+from tokenloom.bench.harness import Measured
 from tokenloom.bench.mega import Layer, MegaFound
 from tokenloom.bench.mega_work import MegaShape, make_weights
 from tokenloom.bench.rivals import deep_gemm
@@ -56,35 +56,21 @@ class FakeClock:
         return call
 
 
-def test_everybody_takes_turns() -> None:
-    """In each of three rounds everybody by graph, then by events, then our stages, each after a sample that is thrown
-    away; who has no graph is measured by events alone. The second round goes the other way round."""
+def test_layers_are_timed_by_graph_and_by_events() -> None:
+    """All by graph first, then all by events; who has no graph is measured by events alone."""
     fake: Any = FakeClock()
 
     def ours() -> None: ...
 
     def theirs() -> None: ...
 
-    staged: Any = SimpleNamespace(sample=lambda: {"dispatch": fake.replay_us(stages), "sum": 0.0})
-
-    def stages() -> None: ...
-
-    out = torch.zeros(1)
     graph: Any = ours
-    layers = {"ours": Layer(ours, out, graph), "theirs": Layer(theirs, out, None)}
-    measured = {name: Measured() for name in layers}
-    contestants = mega.contestants(fake, layers, measured)
-    take_turns(contestants | {"stages": Contestant(staged.sample, measured["ours"])}, 4)
-    first_round = ["ours", "ours", "ours", "ours", "theirs", "theirs", "stages", "stages"]  # one kept sample of each
-    last_round = ["ours"] * 6 + ["theirs"] * 3 + ["stages"] * 3
-    assert fake.called == first_round + first_round[::-1] + last_round
-    assert measured["ours"].samples == {
-        "graph": [2.0, 16.0, 18.0, 19.0],
-        "events": [4.0, 14.0, 21.0, 22.0],
-        "dispatch": [8.0, 10.0, 27.0, 28.0],
-        "sum": [0.0] * 4,
-    }
-    assert measured["theirs"].samples == {"events": [6.0, 12.0, 24.0, 25.0]}
+    layers = {"ours": Layer(ours, torch.zeros(1), graph), "theirs": Layer(theirs, torch.zeros(1), None)}
+    contestants = mega.contestants(fake, layers, {name: Measured() for name in layers})
+    assert [each.sample() for each in contestants.values()] == [{"graph": 1.0}, {"events": 2.0}, {"events": 3.0}]
+    assert fake.called == ["ours", "ours", "theirs"]
+    first, second, _ = contestants.values()
+    assert first.measured is second.measured, "both are of one layer"
 
 
 @pytest.mark.parametrize("cold", [True, False])

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,11 +19,10 @@ from tests.bench.test_train_report import OPTIONS, shown
 from tests.cli.borrowed import borrowed
 from tests.conftest import Ranks
 from tests.tune.test_tune import like_a_communicator
-from tokenloom.bench import clock, harness, legends, setup, train
+from tokenloom.bench import clock, legends, setup, train
 from tokenloom.bench.differences import Difference, total
-from tokenloom.bench.harness import Contestant, take_turns
 from tokenloom.bench.rivals.torch_layer import torch_experts, torch_layer
-from tokenloom.bench.train import LOCAL, ONE, OURS, PASSES, WARM_UP_STEPS, Layer, Report, TrainFound
+from tokenloom.bench.train import LOCAL, ONE, OURS, PASSES, Layer, Report, TrainFound
 from tokenloom.bench.train_work import (
     LIMITS,
     TENSORS,
@@ -244,33 +242,17 @@ def test_baselines_that_cannot_be(ranks: Ranks) -> None:
     assert report.checks == []
 
 
-def turns(context: RankContext) -> list[str]:
-    order: list[str] = []
+def test_a_step_is_three_passes() -> None:
+    """A forward without gradients, one with them, and the backward of its output; behind other work of the GPU."""
+    order: list[Any] = []
 
-    def layer(who: str) -> Layer:
-        return Layer(lambda: who, lambda out: order.append(out))
-
-    def one_call(context: RankContext, call: Any, queued: bool) -> float:
+    def one_call(context: Any, call: Any, queued: bool) -> float:
         assert queued
-        grad = torch.is_grad_enabled()
         call()
-        order.append(f"grad {grad}")
-        return 1.0
+        return float(len(order))
 
-    contestants = {who: Contestant(partial(layer(who).step, context)) for who in "ab"}
+    layer = Layer(lambda: order.append(torch.is_grad_enabled()) or "out", order.append)
     with mock.patch.object(clock, "one_call", one_call):
-        take_turns(contestants, 4, WARM_UP_STEPS)
-    assert all(each.measured.samples == {what: [1.0] * 4 for what in PASSES} for each in contestants.values())
-    return order
-
-
-def test_everybody_takes_turns(ranks: Ranks) -> None:
-    """Three rounds, in which everybody has a warm-up, the second the other way round; a step is a forward without
-    gradients, one with them, and the backward of its output."""
-    steps = [WARM_UP_STEPS + count for count in harness.shares(4)]
-    expected = [
-        who for count, order in zip(steps, ("ab", "ba", "ab"), strict=True) for who in order for _ in range(count)
-    ]
-    order = ranks.run(turns)[0]
-    assert order[2::4] == expected
-    assert (order[0::4], order[1::4]) == (["grad False"] * len(expected), ["grad True"] * len(expected))
+        sample = layer.step(None)  # type: ignore[arg-type]
+    assert order == [False, True, "out"]
+    assert sample == {"inference": 1.0, "forward": 2.0, "backward": 3.0}

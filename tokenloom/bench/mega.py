@@ -51,6 +51,13 @@ NAMED_SIZES = (
 class Other(Protocol):
     """A layer beside ours. Making one and closing it are collective.
 
+    Args:
+        group: all ranks.
+        shape: the layer.
+        max_tokens: most tokens of a rank in any call.
+        l1_weights: float8_e4m3fn [E / W + S, 2I, H], gates first, and float32 [E / W + S, 2I / 128, H / 128].
+        l2_weights: float8_e4m3fn [E / W + S, H, I] and float32 [E / W + S, H / 128, I / 128].
+
     Attributes:
         about: what readers of its numbers have to know.
         input: dtype of its x.
@@ -72,22 +79,38 @@ class Other(Protocol):
     def prepared_call(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
     ) -> Callable[[], None]:
-        """Return the layer on these inputs, ready to be called until the next are prepared."""
+        """Return the layer on these inputs, ready to be called until the next are prepared.
+
+        Args:
+            x: bfloat16 [T, H].
+            topk_ids: int32 [T, K].
+            topk_weights: float32 [T, K].
+            out: bfloat16 [T, H], which each call writes.
+        """
 
     def close(self) -> None:
         """Release its buffers, behind everything on the current streams."""
 
 
-class Composed:
-    """MegaMoE as calls that anybody could make: dispatch, grouped GEMMs, combine.
+def make_mega(
+    group: dist.ProcessGroup, shape: MegaShape, max_tokens: int, device: torch.device, backend: str = "auto"
+) -> MegaMoE:
+    """The layer of these sizes, without weights. Collective."""
+    return MegaMoE(
+        group,
+        num_experts=shape.num_experts,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        top_k=shape.top_k,
+        max_tokens_per_rank=max_tokens,
+        num_shared_experts=shape.num_shared_experts,
+        device=device,
+        backend=backend,
+    )
 
-    Args:
-        group: all ranks.
-        shape: the layer.
-        max_tokens: most tokens of a rank in any call.
-        l1_weights: float8_e4m3fn [E / W + S, 2I, H], gates first, and float32 [E / W + S, 2I / 128, H / 128].
-        l2_weights: float8_e4m3fn [E / W + S, H, I] and float32 [E / W + S, H / 128, I / 128].
-    """
+
+class Composed:
+    """MegaMoE as calls that anybody could make: dispatch, grouped GEMMs, combine; see :class:`Other`."""
 
     about: ClassVar[str] = (
         "composed is MegaMoE(backend='composed'): dispatch, grouped GEMMs and combine, whose host reads how many rows "
@@ -105,28 +128,14 @@ class Composed:
         self, group: dist.ProcessGroup, shape: MegaShape, max_tokens: int, l1_weights: Weights, l2_weights: Weights
     ) -> None:
         w1, w1_scales = l1_weights
-        self._mega = MegaMoE(
-            group,
-            num_experts=shape.num_experts,
-            hidden=shape.hidden,
-            intermediate=shape.intermediate,
-            top_k=shape.top_k,
-            max_tokens_per_rank=max_tokens,
-            num_shared_experts=shape.num_shared_experts,
-            device=w1.device,
-            backend="composed",
-        )
+        self._mega = make_mega(group, shape, max_tokens, w1.device, "composed")
         self._mega.use_weights(interleave_gate_and_up(w1), w1_scales, *l2_weights)
 
     def prepared_call(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
     ) -> Callable[[], None]:
-        """Return the layer on these inputs, ready to be called: x and out bfloat16 [T, H], the others [T, K]."""
-
-        def call() -> None:
-            self._mega(x, topk_ids, topk_weights, out=out)
-
-        return call
+        """Return the layer on these inputs."""
+        return lambda: self._mega(x, topk_ids, topk_weights, out=out)
 
     def close(self) -> None:
         """Raise what its calls have left behind, and release its buffers."""
@@ -185,16 +194,7 @@ def measure_on_rank(
     """
     clock = Clock(context, cold)
     found: list[MegaFound] = []
-    with MegaMoE(
-        context.group,
-        num_experts=shape.num_experts,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        top_k=shape.top_k,
-        max_tokens_per_rank=max(tokens),
-        num_shared_experts=shape.num_shared_experts,
-        device=context.device,
-    ) as mega:
+    with make_mega(context.group, shape, max(tokens), context.device) as mega:
         w1, w1_scales, w2, w2_scales = make_weights(shape, context)
         weights = ((w1, w1_scales), (w2, w2_scales))
         others = {name: OTHERS[name](context.group, shape, max(tokens), *weights) for name in against}
