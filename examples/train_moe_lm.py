@@ -5,8 +5,7 @@
 
 Ranks share each batch (data parallelism) and the experts of each block (expert parallelism). All but the experts is
 replicated, and DistributedDataParallel averages its gradients. Batches and weights depend on the seed alone, so the
-loss curve is the same for any number of ranks, up to rounding. The model, with an ExpertParallelMoE in each block, is
-in tokenloom/demo/model.py. docs/how-to/train.md explains each step.
+loss curve is the same for any number of ranks, up to rounding. docs/how-to/train.md explains each step.
 """
 
 from __future__ import annotations
@@ -22,12 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 import tokenloom as tl
-from tokenloom.demo.model import LanguageModel, ModelSize
 
-SIZE = ModelSize(vocabulary=128)
+VOCABULARY = 128
 """A token is a byte of ASCII."""
+CONTEXT = 64
+"""Tokens in a sequence."""
+HIDDEN, HEADS, BLOCKS = 64, 4, 2
+NUM_EXPERTS, TOP_K, INTERMEDIATE = 8, 2, 64
+BALANCE_COEF = 0.01
 LEARNING_RATE = 2e-3
 """Of the first step; it falls to 0 by the last one."""
 ADAM_EPS = 1e-6
@@ -36,8 +40,91 @@ MAX_GRAD_NORM = 1.0
 REPORT_EVERY = 20
 
 
+class Attention(nn.Module):
+    """Causal self-attention: [B, S, H] -> [B, S, H]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
+        self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    """Attention, then experts, each beside a residual: [B, S, H] -> ([B, S, H], balance loss)."""
+
+    def __init__(self, comm: tl.Communicator) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
+        self.attention = Attention()
+        self.moe = tl.ExpertParallelMoE(
+            comm=comm,
+            hidden=HIDDEN,
+            intermediate=INTERMEDIATE,
+            num_experts=NUM_EXPERTS,
+            top_k=TOP_K,
+            balance_coef=BALANCE_COEF,
+            # The layer sums the gradients of expert weights over ranks; DDP averages all others. This makes a mean of
+            # the sum.
+            expert_grad_scale=1 / comm.num_ranks,
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + self.attention(self.norm1(x))
+        y, balance_loss = self.moe(self.norm2(x))
+        return x + y, balance_loss
+
+
+class LanguageModel(nn.Module):
+    """int64 [B, S] -> logits of the next byte [B, S, VOCABULARY], balance loss of all blocks."""
+
+    def __init__(self, max_tokens_per_rank: int, ranks_per_node: int | None = None) -> None:
+        super().__init__()
+        comm = tl.Communicator(  # one for all blocks: they take turns
+            dist.group.WORLD,
+            num_experts=NUM_EXPERTS,
+            hidden=HIDDEN,
+            top_k=TOP_K,
+            max_tokens_per_rank=max_tokens_per_rank,
+            dtype=torch.float32,
+            ranks_per_node=ranks_per_node,
+        )
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.positions = nn.Embedding(CONTEXT, HIDDEN)
+        self.blocks = nn.ModuleList(Block(comm) for _ in range(BLOCKS))
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.embedding(tokens) + self.positions.weight
+        balance_loss = x.new_zeros(())
+        for block in self.blocks:
+            x, more = block(x)
+            balance_loss = balance_loss + more
+        return self.head(self.norm(x)), balance_loss
+
+
 def moe_layers(model: nn.Module) -> list[tl.ExpertParallelMoE]:
     return [module for module in model.modules() if isinstance(module, tl.ExpertParallelMoE)]
+
+
+def reset_parameters(model: nn.Module, seed: int) -> None:
+    """The same full model for any number of ranks. Every MoE layer has a seed of its own."""
+    torch.manual_seed(seed)
+    for number, module in enumerate(model.modules()):
+        if isinstance(module, tl.ExpertParallelMoE):
+            module.reset_parameters(seed=1000 * seed + number)
+        elif hasattr(module, "reset_parameters") and not isinstance(module, tl.RoutedExperts):  # of a layer
+            module.reset_parameters()
+
+
+def data_parallel(model: nn.Module) -> DistributedDataParallel:
+    """DDP around all of the model but the experts, whose gradients are complete when backward is done."""
+    return tl.data_parallel(model)
 
 
 class Corpus:
@@ -59,36 +146,27 @@ class Corpus:
         return f"{first} {who} {does} {second} {thing}s: {first}+{second}={first + second}.\n"
 
     def next_batch(self, num_sequences: int, rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's share of the next batch: inputs and targets, int64 [num_sequences / num_ranks, SIZE.context].
+        """This rank's share of the next batch: inputs and targets, int64 [num_sequences / num_ranks, CONTEXT].
 
         Every rank draws the whole batch and keeps its part: together they see what one rank would.
         """
-        starts = torch.randint(len(self._bytes) - SIZE.context, (num_sequences,), generator=self._generator)
+        starts = torch.randint(len(self._bytes) - CONTEXT, (num_sequences,), generator=self._generator)
         own = starts.chunk(num_ranks)[rank]
-        pieces = self._bytes[own[:, None] + torch.arange(SIZE.context + 1)]
+        pieces = self._bytes[own[:, None] + torch.arange(CONTEXT + 1)]
         return pieces[:, :-1], pieces[:, 1:]
 
 
 def train(options: argparse.Namespace, device: torch.device) -> None:
     """All steps of one rank. Losses are in nats per byte, over the tokens of all ranks."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    num_sequences, rest = divmod(options.tokens_per_step, SIZE.context)
+    num_sequences, rest = divmod(options.tokens_per_step, CONTEXT)
     if rest or num_sequences % num_ranks:
-        raise SystemExit(f"--tokens-per-step must be a multiple of {SIZE.context * num_ranks} on {num_ranks} ranks")
-    comm = tl.Communicator(
-        dist.group.WORLD,
-        num_experts=SIZE.num_experts,
-        hidden=SIZE.hidden,
-        top_k=SIZE.top_k,
-        max_tokens_per_rank=options.tokens_per_step // num_ranks,
-        dtype=torch.float32,
-        ranks_per_node=options.ranks_per_node,
-    )
-    model = LanguageModel(SIZE, comm).to(device)
-    model.reset_parameters(options.seed)
+        raise SystemExit(f"--tokens-per-step must be a multiple of {CONTEXT * num_ranks} on {num_ranks} ranks")
+    model = LanguageModel(options.tokens_per_step // num_ranks, options.ranks_per_node).to(device)
+    reset_parameters(model, options.seed)
     if options.resume:
         model.load_state_dict(torch.load(options.resume, weights_only=True))  # each rank takes its own experts
-    ddp = tl.data_parallel(model)  # of all but the experts, whose gradients are complete after backward
+    ddp = data_parallel(model)
     experts, others = tl.split_parameters(model)  # torch does not mix DTensors, as experts are, with plain tensors
     optimizer = torch.optim.AdamW([{"params": others}, {"params": experts}], lr=LEARNING_RATE, eps=ADAM_EPS)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=options.steps)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow_on(4)
 
 NAN = torch.tensor([math.nan])
 ZERO, ONE = torch.zeros(1), torch.ones(1)
-TINY = ModelSize(hidden=32, intermediate=32, blocks=1, context=16)
+TINY = ModelSize(hidden=32, intermediate=32, layers=1, context=16)
 SEQUENCES = 8
 
 

@@ -78,7 +78,7 @@ class Other(Protocol):
 
     def prepared_call(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
-    ) -> Callable[[], None]:
+    ) -> Callable[[], Any]:
         """Return the layer on these inputs, ready to be called until the next are prepared.
 
         Args:
@@ -133,7 +133,7 @@ class Composed:
 
     def prepared_call(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
-    ) -> Callable[[], None]:
+    ) -> Callable[[], Any]:
         """Return the layer on these inputs."""
         return lambda: self._mega(x, topk_ids, topk_weights, out=out)
 

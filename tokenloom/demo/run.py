@@ -118,9 +118,9 @@ def _train_and_compare(
     num_ranks = pool.num_ranks
     sequences = align_up(MIN_SEQUENCES, num_ranks)
     console.print(
-        f"[bold]2. Training a language model[/] on {source}. It predicts the next byte: {size.blocks} blocks of "
-        f"attention and {size.num_experts} experts, {size.num_experts // num_ranks} on each rank, of which every byte "
-        f"uses {size.top_k}. {sequences * size.context} bytes a step over all ranks; float32; AdamW."
+        f"[bold]2. Training a model[/] on {source}. It predicts a byte from the two before it: {size.layers} layers "
+        f"of {size.num_experts} experts, {size.num_experts // num_ranks} on each rank, of which every byte uses "
+        f"{size.top_k}. {sequences * size.context} bytes a step over all ranks; float32; AdamW."
     )
     trained = (text, size, sequences, steps)
     many = _train(console, pool, num_ranks, *trained, profiled_steps, ranks_per_node)

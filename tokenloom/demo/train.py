@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import tokenloom as tl
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE
-from tokenloom.demo.model import LanguageModel, ModelSize
+from tokenloom.demo.model import ModelSize, NextByte
 from tokenloom.demo.text import Batches
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.parameters import EXPERT_WEIGHTS
@@ -120,7 +120,7 @@ class Trainer:
             dtype=torch.float32,
             ranks_per_node=ranks_per_node,
         )
-        self.model = LanguageModel(size, comm).to(context.device)
+        self.model = NextByte(size, comm).to(context.device)
         self.model.reset_parameters(seed)
         self.ddp = tl.data_parallel(self.model, process_group=context.group)
         self.batches = Batches(text, sequences, size.context, seed)
