@@ -23,7 +23,6 @@ from tokenloom.bench.comm_work import OPERATIONS, Series, Traffic, label
 from tokenloom.bench.harness import Measured
 from tokenloom.bench.workload import Shape
 from tokenloom.cli import app
-from tokenloom.cli.terminal import FAILED, MISUSED
 from tokenloom.runtime.processes import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -200,49 +199,6 @@ def test_command_as_a_process(tmp_path: Path) -> None:
     done = subprocess.run(started, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stderr) == (0, "")
     assert_rows(file, done.stdout, [16], command)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--backends", "nvlink,mpi"], "--backends"),
-        (["--backends", ""], "--backends"),
-        (["--tokens", "0"], "--tokens"),
-        (["--tokens", "8,many"], "--tokens"),
-        (["--num-sms", "-4"], "--num-sms"),
-        (["--hidden", "0"], "--hidden"),
-        (["--plot", "/no/such/folder/chart.png"], "--plot"),
-        (["--plot", "chart.svg"], "ends in .png"),
-        (["--json", "/no/such/folder/rows.json"], "--json"),
-        (["--num-sms", "64"], "--num-sms is 64, expected 1 to 32"),
-        (["--timing", "graph,eager"], "--timing is 'graph', expected wall or eager on cpu"),
-        (["--timing", "eager", "--halves"], "--timing is 'eager', expected wall for halves on cpu"),
-        (["--beside-us", "50"], "--beside-us"),
-        (["--halves", "--beside-us", "0"], "--beside-us"),
-        (["--only", "dispatch/collective,"], "expected no empty part"),
-        (["--only", "no/such"], "--only is 'no/such', expected a part of a row's name"),
-        (["--top-k", "9", "--num-experts", "8"], "--top-k is 9, expected at most 8"),
-        (["--backends", "nvlink"], "nothing to measure, because nvlink"),
-    ],
-)
-def test_bad_options_start_nothing(arguments: list[str], said: str) -> None:
-    """A message names what is wrong; there is no traceback, and no process is started."""
-    with mock.patch.object(RankPool, "start", side_effect=AssertionError("ranks were started")):
-        done = CliRunner().invoke(app.app, ["bench", "comm", "--device", "cpu", *arguments])
-    assert done.exit_code == (FAILED if "nothing to measure" in said else MISUSED)
-    assert isinstance(done.exception, SystemExit)
-    assert said in " ".join(done.output.replace("│", " ").split())
-
-
-def test_a_plot_without_matplotlib_starts_nothing(tmp_path: Path) -> None:
-    """matplotlib is no dependency; who asks for a chart without it learns so before minutes of measuring."""
-    hidden = mock.patch.dict(sys.modules, {"matplotlib.figure": None})
-    with hidden, mock.patch.object(RankPool, "start", side_effect=AssertionError("ranks were started")):
-        chart = ["--plot", str(tmp_path / "chart.png")]
-        done = CliRunner().invoke(app.app, ["bench", "comm", "--device", "cpu", *chart])
-    assert done.exit_code == FAILED
-    assert "--plot needs matplotlib" in done.output
-    assert "pip install" in done.output
 
 
 @pytest.mark.slow

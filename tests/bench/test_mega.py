@@ -383,23 +383,6 @@ def test_a_rival_that_is_missing_starts_nothing() -> None:
     assert done.output.endswith("; install a build with the fused layer for SM90, such as sgl-deep-gemm\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--against", "somebody"], "--against"),
-        (["--plot", "chart.svg"], "ends in .png"),
-        (["--plot", "/no/such/folder/chart.png"], "--plot"),
-        (["--trace", "/no/such/folder/trace.json"], "--trace"),
-        (["--shared-experts", "-1"], "--shared-experts"),
-        (["--tokens", "8,x"], "--tokens"),
-    ],
-)
-def test_bad_options_start_nothing(arguments: list[str], said: str) -> None:
-    done = invoke(*arguments)
-    assert done.exit_code == 2
-    assert said in " ".join(done.output.replace("│", " ").split())
-
-
 @pytest.mark.skipif(NUM_GPUS > 0, reason="there are GPUs here")
 def test_it_says_that_there_is_no_gpu() -> None:
     """And it does not blame options that nobody gave."""

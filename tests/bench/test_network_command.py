@@ -27,23 +27,6 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "option"),
-    [
-        (["--ranks", "1"], "--ranks"),
-        (["--ranks", "4", "--ranks-per-node", "3"], "--ranks-per-node"),
-        (["--timeout-s", "0"], "--timeout-s"),
-        (["--constants", "/no/such/folder/constants.json"], "--constants"),
-        (["--seed", str(2**64)], "--seed"),
-    ],
-)
-def test_bad_options_are_named(arguments: list[str], option: str) -> None:
-    """Before anything starts."""
-    done = CliRunner().invoke(app.app, ["check-network", "--device", "cpu", *arguments])
-    assert done.exit_code == 2
-    assert option in done.output
-
-
 @pytest.mark.parametrize("passed", [True, False])
 def test_the_exit_code_is_the_verdict(monkeypatch: pytest.MonkeyPatch, passed: bool) -> None:
     """For scripts that start a job only on a good network."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
 import tokenloom as tl
 from tokenloom.bench import train
@@ -20,8 +18,6 @@ from tokenloom.bench.rivals.torch_layer import own_experts, torch_experts, torch
 from tokenloom.bench.tables import Fitted
 from tokenloom.bench.train import LOCAL, ONE, OURS, PASSES, Layer, Report, TrainFound
 from tokenloom.bench.train_work import TENSORS, TrainOptions, TrainShape, Weights, choose, make_problem
-from tokenloom.cli import app
-from tokenloom.runtime.processes import RankPool
 from tokenloom.training.saved_activations import SavedTensor
 from tokenloom.tune.samples import draw_topk_ids
 
@@ -146,41 +142,6 @@ def test_tables_fit() -> None:
     assert narrow.count("1.235e+05") == 24 + 2 + 2, "numbers stay whole in a narrow terminal"
     assert max(map(len, narrow.splitlines())) <= 70
     assert all(word in text for word in ("this layer", "nccl rival", "local", "one rank, all tokens", "scaling"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--thiek", "96,32,24,16"], 2, "expected five whole numbers above 0, T,H,I,E,K"),
-        (["--thiek", "96,32,24,16,3,1"], 2, "--thiek"),
-        (["--thiek", "96,32,24,16,many"], 2, "--thiek"),
-        (["--thiek", "96,32,0,16,3"], 2, "--thiek"),
-        (
-            ["--thiek", "97,32,24,16,3"],
-            2,
-            "97 tokens, those of all ranks, expected a multiple of the 2 ranks; pass 98",
-        ),
-        (["--thiek", "96,32,24,15,3"], 2, "--num-experts is 15, expected a multiple of the 2 ranks"),
-        (["--thiek", "96,32,24,2,3"], 2, "--top-k is 3, expected at most 2"),
-        (["--thiek", "96,8,24,24,3", "--skew", "1"], 2, "--hidden is 8, expected at least 24"),
-        (["--thiek", "96,32,24,24,3", "--dtype", "fp16"], 2, "--dtype"),
-        (["--thiek", "96,32,24,24,3", "--strategy", "dedup"], 2, "expected two names, such as dedup,dedup"),
-        (["--thiek", "96,32,24,24,3", "--strategy", "dedup,pigeon"], 2, "strategy of combine is 'pigeon'"),
-        (["--thiek", "96,32,24,24,3", "--pool-rows", "0"], 2, "--pool-rows"),
-        (["--thiek", "96,32,24,24,3", "--json", "/no/such/folder/rows.json"], 2, "--json"),
-        ([], 2, "missing, expected all five sizes"),
-        (["--tokens", "96", "--hidden", "32", "--top-k", "3"], 2, "--intermediate, --num-experts"),
-        (["--thiek", "96,32,24,24,3", "--hidden", "64", "--top-k", "3"], 2, "leave out --hidden, --top-k"),
-        (["--tokens", "0", "--hidden", "32"], 2, "--tokens"),
-    ],
-)
-def test_bad_options_start_nothing(arguments: list[str], code: int, said: str) -> None:
-    """A message names what is wrong; there is no traceback, and no process is started."""
-    with mock.patch.object(RankPool, "start", side_effect=AssertionError("ranks were started")):
-        done = CliRunner().invoke(app.app, ["bench", "train", "--device", "cpu", "--ranks", "2", *arguments])
-    assert done.exit_code == code
-    assert isinstance(done.exception, SystemExit)
-    assert said in " ".join(done.output.replace("│", " ").split())
 
 
 def test_what_all_of_it_takes_on_one_rank() -> None:
