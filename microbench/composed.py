@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import tokenloom as tl
-from tokenloom.bench.mega.measure import make_weights
-from tokenloom.bench.mega.others import Composed
-from tokenloom.bench.mega.work import MegaShape
+from tokenloom.bench.mega import Composed
+from tokenloom.bench.mega_work import MegaShape, make_weights
 from tokenloom.runtime.processes import RankContext, RankPool
 
 SHAPE = MegaShape(hidden=7168, intermediate=2048, num_experts=256, top_k=8)

@@ -23,12 +23,10 @@ import torch
 from rich.console import Console
 
 from tokenloom.backends.nvlink.buffers import is_eager
-from tokenloom.bench.comm.calls import CallMaker
-from tokenloom.bench.comm.cases import shapes_for
-from tokenloom.bench.comm.samplers import Sample, make_sampler
-from tokenloom.bench.comm.series import Series, plan_series
-from tokenloom.bench.common.inputs import make_inputs
-from tokenloom.bench.common.rows import of_the_slowest
+from tokenloom.bench.comm_calls import CallMaker, make_sampler
+from tokenloom.bench.comm_work import Series, plan_series, shapes_for
+from tokenloom.bench.harness import Sample, of_the_slowest
+from tokenloom.bench.workload import make_inputs
 from tokenloom.cli import kernel_cache
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.combine import launch as combine

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenloom.bench.common import timing
+from tokenloom.bench import clock
 from tokenloom.compat import deep_ep
 from tokenloom.ops.quant import quantize_fp8
 from tokenloom.runtime.processes import RankContext, RankPool
@@ -152,14 +152,14 @@ def measure(context: RankContext, tokens: int, few_tokens: int, hidden: int, ite
         for name, call in kind(context, given):
             call()
             samplers[name] = partial(looped_us, context, call)
-            samplers[f"{name}{ALONE}"] = partial(timing.one_call, context, call)
+            samplers[f"{name}{ALONE}"] = partial(clock.one_call, context, call)
     pair = low_latency_pair(context, Inputs(context, few_tokens, hidden))
     pair()
     samplers["low latency, both calls, wall clock"] = lambda: wall_us(context, pair)
     if context.device.type == "cuda":
-        timing.warm_up(pair)
-        graph = timing.capture(pair)
-        samplers["low latency, both calls, graph"] = lambda: timing.one_replay(context, graph)
+        clock.warm_up(pair)
+        graph = clock.capture(pair)
+        samplers["low latency, both calls, graph"] = lambda: clock.one_replay(context, graph)
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     for _ in range(iterations):
         for name, sampler in samplers.items():

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 import tokenloom as tl
-from tokenloom.bench.common.inputs import expert_outputs, make_inputs
-from tokenloom.bench.common.shape import Shape
+from tokenloom.bench.workload import Shape, expert_outputs, make_inputs
 from tokenloom.kernels.common import MARK_WORDS, MARKS, MAX_BLOCKS
 from tokenloom.runtime.processes import RankContext, RankPool
 

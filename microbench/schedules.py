@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 import tokenloom as tl
-from tokenloom.bench.mega.clock import Clock
-from tokenloom.bench.mega.measure import make_weights
-from tokenloom.bench.mega.work import MegaShape
+from tokenloom.bench.clock import Clock
+from tokenloom.bench.mega_work import MegaShape, make_weights
 from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.ops.gemm import interleave_gate_and_up
 from tokenloom.runtime.processes import RankContext, RankPool

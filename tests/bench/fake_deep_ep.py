@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tokenloom.bench.common.shape import Shape
+from tokenloom.bench.workload import Shape
 
 SHAPE = Shape(num_tokens=40, hidden=256, top_k=2, num_experts=8)
 """The only shape that it takes."""

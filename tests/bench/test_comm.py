@@ -15,18 +15,16 @@ from tests.bench.fake_deep_ep import SHAPE, FakeBuffer, fake_deep_ep, no_deep_ep
 from tests.conftest import Ranks
 from tokenloom.backends import registry
 from tokenloom.backends.seam import Capabilities
-from tokenloom.bench.comm import cases, series, traffic
-from tokenloom.bench.comm.calls import CallMaker
-from tokenloom.bench.comm.cases import OPERATIONS, Operation
-from tokenloom.bench.comm.series import Contestant, Series
-from tokenloom.bench.common import inputs
-from tokenloom.bench.common.shape import Shape
+from tokenloom.bench import comm_work
+from tokenloom.bench.comm_calls import CallMaker
+from tokenloom.bench.comm_work import OPERATIONS, Series, Who
 from tokenloom.bench.rivals import deep_ep
+from tokenloom.bench.workload import Operation, Shape, make_inputs
 from tokenloom.errors import BackendUnavailable, InvalidArgument
 from tokenloom.plan import LAYOUTS, Plan
 from tokenloom.runtime.processes import RankContext, RankPool
 
-OURS = Contestant("collective", "wall")
+OURS = ("collective", "wall")
 
 
 # -- bytes ----------------------------------------------------------------------------------------------------------
@@ -41,7 +39,7 @@ def draw_ids(plan: Plan, seed: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("payload", cases.PAYLOADS)
+@pytest.mark.parametrize("payload", comm_work.PAYLOADS)
 @pytest.mark.parametrize("name", ["dispatch", "combine", "dispatch+combine"])
 def test_traffic_is_that_of_a_brute_force_count(num_ranks: int, payload: Any, name: Any) -> None:
     """Route by route, with a set of what has crossed: a token goes to a rank once, and its sum comes back once."""
@@ -64,12 +62,12 @@ def test_traffic_is_that_of_a_brute_force_count(num_ranks: int, payload: Any, na
             values[rank] += home_bytes
         received[rank] += out_bytes
         received[source] += home_bytes
-    counted = traffic.rows_between(plan, ids)
-    moved = traffic.moved(plan, counted, Operation(name, payload, "token"))
-    assert moved == traffic.Traffic(max(sent), max(values), max(received))
+    counted = comm_work.rows_between(plan, ids)
+    moved = comm_work.moved(plan, counted, Operation(name, payload, "token"))
+    assert moved == comm_work.Traffic(max(sent), max(values), max(received))
 
 
-def bytes_sent_on_rank(context: RankContext, who: Contestant) -> dict[Operation, int]:
+def bytes_sent_on_rank(context: RankContext, who: Who) -> dict[Operation, int]:
     """Bytes that one call of each operation really gives to all_to_all_single for other ranks."""
     sent = 0
     real = dist.all_to_all_single
@@ -83,9 +81,9 @@ def bytes_sent_on_rank(context: RankContext, who: Contestant) -> dict[Operation,
 
     found = {}
     with ExitStack() as stack, torch.no_grad():
-        maker = CallMaker(context, inputs.make_inputs(context, SHAPE), stack)
+        maker = CallMaker(context, make_inputs(context, SHAPE), stack)
         for operation in OPERATIONS:
-            call = maker.call(Series(SHAPE, operation, who))
+            call = maker.call(Series(SHAPE, operation, *who))
             sent = 0
             with mock.patch.object(dist, "all_to_all_single", counting):
                 call()
@@ -98,31 +96,31 @@ def test_traffic_is_what_the_backend_sends(ranks: Ranks, timing_: Any) -> None:
     """Physical bytes are those that cross, counted at the collective itself, not those of a formula.
 
     The bounded sizes of a graph hold all rows of this routing, and no more of them cross."""
-    by_rank = ranks.run(bytes_sent_on_rank, Contestant("collective", timing_))
+    by_rank = ranks.run(bytes_sent_on_rank, ("collective", timing_, None, None))
     plan = SHAPE.plan(ranks.num_ranks)
-    counted = traffic.rows_between(plan, [SHAPE.topk_ids(rank) for rank in range(ranks.num_ranks)])
+    counted = comm_work.rows_between(plan, [SHAPE.topk_ids(rank) for rank in range(ranks.num_ranks)])
     for operation in OPERATIONS:
         measured = max(sent[operation] for sent in by_rank)
-        assert measured == traffic.moved(plan, counted, operation).physical_bytes, operation
+        assert measured == comm_work.moved(plan, counted, operation).physical_bytes, operation
 
 
 def test_traffic_over_nodes_is_what_the_backend_sends(pools: Callable[[str], RankPool]) -> None:
     """On two nodes ranks hand rows on: in a dispatch, a row for each (token, node) crosses, with flags."""
-    by_rank = Ranks(pools("cpu"), 4).run(bytes_sent_on_rank, Contestant("network", "wall", ranks_per_node=2))
+    by_rank = Ranks(pools("cpu"), 4).run(bytes_sent_on_rank, ("network", "wall", None, 2))
     plan, ids = SHAPE.plan(4), [SHAPE.topk_ids(rank) for rank in range(4)]
-    counted, over = traffic.rows_between(plan, ids), traffic.relayed(plan, ids, 2)
+    counted, over = comm_work.rows_between(plan, ids), comm_work.relayed(plan, ids, 2)
     for operation in OPERATIONS:
         measured = max(sent[operation] for sent in by_rank)
-        moved = traffic.moved(plan, counted, operation, over)
+        moved = comm_work.moved(plan, counted, operation, over)
         assert measured == moved.physical_bytes, operation
-        assert moved.logical_bytes == traffic.moved(plan, counted, operation).logical_bytes
+        assert moved.logical_bytes == comm_work.moved(plan, counted, operation).logical_bytes
 
 
 # -- what is measured -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
-def test_cases_are_sound(case: cases.Case) -> None:
+@pytest.mark.parametrize("case", comm_work.CASES, ids=lambda case: case.name)
+def test_cases_are_sound(case: comm_work.Case) -> None:
     """Each spreads over the usual numbers of ranks, takes FP8, and routes each token to different experts."""
     shape = case.shape
     for num_ranks in (1, 2, 4, 8):
@@ -137,13 +135,13 @@ def test_cases_are_sound(case: cases.Case) -> None:
 
 def test_shapes_are_those_asked_for() -> None:
     """A laptop does not get the shapes of a cluster, nor the other way round; what is asked for comes first."""
-    assert [shape.num_tokens for shape in cases.shapes_for([], "cpu")] == [256]
-    assert cases.shapes_for([], "cuda") == [Shape(128, 7168, 8, 256), Shape(4096, 7168, 8, 256)]
-    assert cases.shapes_for(["decode"], "cpu") == [Shape(128, 7168, 8, 256)]
+    assert [shape.num_tokens for shape in comm_work.shapes_for([], "cpu")] == [256]
+    assert comm_work.shapes_for([], "cuda") == [Shape(128, 7168, 8, 256), Shape(4096, 7168, 8, 256)]
+    assert comm_work.shapes_for(["decode"], "cpu") == [Shape(128, 7168, 8, 256)]
     # Cases that differ in their tokens alone become one.
-    swept = cases.shapes_for([], "cuda", [8, 16], hidden=512, top_k=None)
+    swept = comm_work.shapes_for([], "cuda", [8, 16], hidden=512, top_k=None)
     assert swept == [Shape(8, 512, 8, 256), Shape(16, 512, 8, 256)]
-    assert cases.shapes_for(["small"], "cpu", hidden=128, top_k=1, num_experts=4) == [Shape(64, 128, 1, 4)]
+    assert comm_work.shapes_for(["small"], "cpu", hidden=128, top_k=1, num_experts=4) == [Shape(64, 128, 1, 4)]
 
 
 @contextmanager
@@ -166,25 +164,25 @@ def test_rows_on_hopper_gpus() -> None:
     """nvlink has all timings for every number of SMs, and its rivals are beside it at every operation. Eager rows are
     of pairs."""
     with machine(nvlink=True), no_deep_ep():
-        planned, notes = series.plan_series([SHAPE, Shape(8, 256, 2, 8)], 2, "cuda", num_sms=[8, 16])
+        planned, notes = comm_work.plan_series([SHAPE, Shape(8, 256, 2, 8)], 2, "cuda", num_sms=[8, 16])
     who = [
-        Contestant("nvlink", "events", 8),
-        Contestant("nvlink", "graph", 8),
-        Contestant("nvlink", "eager", 8),
-        Contestant("nvlink", "events", 16),
-        Contestant("nvlink", "graph", 16),
-        Contestant("nvlink", "eager", 16),
-        Contestant("collective", "events"),
-        Contestant("collective", "eager"),
+        ("nvlink", "events", 8),
+        ("nvlink", "graph", 8),
+        ("nvlink", "eager", 8),
+        ("nvlink", "events", 16),
+        ("nvlink", "graph", 16),
+        ("nvlink", "eager", 16),
+        ("collective", "events"),
+        ("collective", "eager"),
     ]
     shapes = [SHAPE, Shape(8, 256, 2, 8)]
     # measure.py takes neighbours of one shape and operation together, and measures them in turns.
     assert planned == [
-        Series(shape, each, one)
+        Series(shape, each, *one)
         for shape in shapes
         for each in OPERATIONS
         for one in who
-        if one.timing != "eager" or each.name == "dispatch+combine"
+        if one[1] != "eager" or each.name == "dispatch+combine"
     ]
     assert any("collective has no rows of CUDA graphs" in note for note in notes)
     assert any(note.startswith("deep_ep is not measured: ") for note in notes)
@@ -194,16 +192,16 @@ def test_rows_on_hopper_gpus() -> None:
 def test_rows_without_hopper_gpus() -> None:
     """There is no row of nvlink, but the reason that its backend gives."""
     with machine(nvlink=False), no_deep_ep():
-        planned, notes = series.plan_series([SHAPE], 2, "cuda")
-    who = {Contestant("collective", timing) for timing in ("events", "eager")}
-    assert {each.contestant for each in planned} == who
+        planned, notes = comm_work.plan_series([SHAPE], 2, "cuda")
+    who = {("collective", timing) for timing in ("events", "eager")}
+    assert {(each.backend, each.timing) for each in planned} == who
     assert "nvlink is not measured: it needs Hopper" in notes
 
 
 def test_rows_on_cpus() -> None:
     """Rows are by the host's clock, and everybody who needs GPUs says so. Nothing is faked: this is the machine."""
-    planned, notes = series.plan_series([SHAPE], 2, "cpu")
-    assert {each.contestant for each in planned} == {OURS, Contestant("collective", "eager")}
+    planned, notes = comm_work.plan_series([SHAPE], 2, "cpu")
+    assert {(each.backend, each.timing) for each in planned} == {OURS, ("collective", "eager")}
     assert [note.split(":")[0] for note in notes] == [
         f"{name} is not measured" for name in ("nvlink", "network", "deep_ep")
     ]
@@ -213,9 +211,9 @@ def test_rows_of_halves() -> None:
     """Halves have the rows of graphs and of single calls. A loop of pairs has no place for a GEMM, a rival has no
     halves."""
     with machine(nvlink=True), fake_deep_ep():
-        planned, notes = series.plan_series([SHAPE], 2, "cuda", beside_us=50.0)
+        planned, notes = comm_work.plan_series([SHAPE], 2, "cuda", beside_us=50.0)
     assert {each.operation for each in planned} == set(OPERATIONS)
-    assert {(each.contestant.backend, each.contestant.timing) for each in planned} == {
+    assert {(each.backend, each.timing) for each in planned} == {
         ("nvlink", "events"),
         ("nvlink", "graph"),
         ("collective", "events"),
@@ -228,8 +226,8 @@ def test_rows_of_halves() -> None:
 def test_rows_of_one_clock() -> None:
     """Only what is asked for is measured: a run for one table need not take as long as one for all."""
     with machine(nvlink=True), fake_deep_ep():
-        planned, notes = series.plan_series([SHAPE], 2, "cuda", timings=["eager"])
-    assert {each.contestant.timing for each in planned} == {"eager"}
+        planned, notes = comm_work.plan_series([SHAPE], 2, "cuda", timings=["eager"])
+    assert {each.timing for each in planned} == {"eager"}
     assert {each.operation.name for each in planned} == {"dispatch+combine"}
     assert not any("graphs" in note for note in notes), "nobody asked for graphs"
 
@@ -237,8 +235,8 @@ def test_rows_of_one_clock() -> None:
 def test_a_layout_that_a_backend_lacks() -> None:
     """It has no rows, and a line says why; the other backend has them."""
     with machine(nvlink=True, layouts=("token", "rank")), no_deep_ep():
-        planned, notes = series.plan_series([SHAPE], 2, "cuda")
-    with_slots = {each.contestant.backend for each in planned if each.operation.layout == "slots"}
+        planned, notes = comm_work.plan_series([SHAPE], 2, "cuda")
+    with_slots = {each.backend for each in planned if each.operation.layout == "slots"}
     assert with_slots == {"collective"}
     assert "nvlink does not have layout expert, slots" in notes
 
@@ -248,12 +246,12 @@ def test_how_rows_call() -> None:
     and in slots, which have no exact sizes. FP8 slots have scales as masked grouped GEMMs take them."""
 
     def of(payload: Any, layout: Any, timing: Any) -> Series:
-        return Series(SHAPE, Operation("dispatch", payload, layout), Contestant("nvlink", timing))
+        return Series(SHAPE, Operation("dispatch", payload, layout), "nvlink", timing)
 
     sizes = {timing: of("bf16", "expert", timing).sizes for timing in ("events", "wall", "graph", "eager")}
     assert sizes == {"events": "exact", "wall": "exact", "graph": "bounded", "eager": "bounded"}
     assert of("bf16", "slots", "events").sizes == "bounded"
-    scales = [of(payload, "slots", "events").scale_layout for payload in cases.PAYLOADS]
+    scales = [of(payload, "slots", "events").scale_layout for payload in comm_work.PAYLOADS]
     assert scales == [None, "columns", "columns"]
     assert of("fp8", "rank", "events").scale_layout is None
 
@@ -261,20 +259,20 @@ def test_how_rows_call() -> None:
 def test_rows_of_deep_ep() -> None:
     """Rows are what its normal mode has, with the SMs that it says it takes; where it cannot run, its own reason."""
     with machine(nvlink=False), fake_deep_ep():
-        planned, _ = series.plan_series([SHAPE], 2, "cuda", only=["deep_ep"])
+        planned, _ = comm_work.plan_series([SHAPE], 2, "cuda", only=["deep_ep"])
         for_three = deep_ep.why_not("cuda", 3)
     assert [each.name(2) for each in planned] == [
         "dispatch/deep_ep/ep2/t40/h256/k2/bf16/token/events",
         "dispatch/deep_ep/ep2/t40/h256/k2/fp8/token/events",
         "combine/deep_ep/ep2/t40/h256/k2/bf16/token/events",
     ]
-    assert {each.contestant.num_sms for each in planned} == {FakeBuffer.num_sms}
+    assert {each.num_sms for each in planned} == {FakeBuffer.num_sms}
     assert for_three == "Unsupported number of EP ranks: 3"
 
 
 def test_only_keeps_rows_by_their_names() -> None:
     """A row is kept if any of the parts is anywhere in its name."""
-    planned, _ = series.plan_series([SHAPE], 2, "cpu", only=["fp8/rank/wall", "slots/eager"])
+    planned, _ = comm_work.plan_series([SHAPE], 2, "cpu", only=["fp8/rank/wall", "slots/eager"])
     assert [each.name(2) for each in planned] == [
         "dispatch/collective/ep2/t40/h256/k2/fp8/rank/wall",
         "dispatch/collective/ep2/t40/h256/k2/to_fp8/rank/wall",
@@ -282,11 +280,11 @@ def test_only_keeps_rows_by_their_names() -> None:
         "dispatch+combine/collective/ep2/t40/h256/k2/fp8/slots/eager",
         "dispatch+combine/collective/ep2/t40/h256/k2/to_fp8/slots/eager",
     ]
-    labelled, _ = series.plan_series([SHAPE], 2, "cpu", only=["dispatch/collective/fp8/rank"])
+    labelled, _ = comm_work.plan_series([SHAPE], 2, "cpu", only=["dispatch/collective/fp8/rank"])
     assert [each.name(2) for each in labelled] == ["dispatch/collective/ep2/t40/h256/k2/fp8/rank/wall"], (
         "as tables say"
     )
-    odd, _ = series.plan_series([Shape(8, 200, 2, 8)], 2, "cpu", only=["bf16"])
+    odd, _ = comm_work.plan_series([Shape(8, 200, 2, 8)], 2, "cpu", only=["bf16"])
     assert odd, "a hidden size that FP8 does not take is fine where no row is FP8"
 
 
@@ -318,5 +316,5 @@ def test_only_keeps_rows_by_their_names() -> None:
 def test_what_cannot_be_measured_is_said(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
     """The reason comes before any rank is started."""
     with pytest.raises(error) as raised:
-        series.plan_series(**{"shapes": [SHAPE], "num_ranks": 2, "device": "cpu"} | arguments)
+        comm_work.plan_series(**{"shapes": [SHAPE], "num_ranks": 2, "device": "cpu"} | arguments)
     assert said in str(raised.value)

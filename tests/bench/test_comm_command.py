@@ -18,13 +18,11 @@ from typer.testing import CliRunner
 
 from tests.bench.fake_deep_ep import SHAPE
 from tests.cli.borrowed import borrowed
-from tokenloom.bench.comm import chart, rows, run, traffic
-from tokenloom.bench.comm.cases import OPERATIONS
-from tokenloom.bench.comm.series import Contestant, Series, label
-from tokenloom.bench.common import setup
-from tokenloom.bench.common.shape import Shape
+from tokenloom.bench import comm, setup
+from tokenloom.bench.comm_work import OPERATIONS, Series, Traffic, label
+from tokenloom.bench.harness import Measured
+from tokenloom.bench.workload import Shape
 from tokenloom.cli import app
-from tokenloom.cli.terminal import FAILED, MISUSED
 from tokenloom.runtime.processes import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -34,13 +32,13 @@ LIMIT_S = 240.0
 NAME = "dispatch/nvlink/ep2/t40/h256/k2/bf16/token/events"
 LABEL = "dispatch/nvlink/bf16/token/events"
 SETUP = {"layout": "token", **asdict(SHAPE)}
-MOVED = traffic.Traffic(physical_bytes=60_000, value_bytes=34_700, logical_bytes=90_000)
+MOVED = Traffic(physical_bytes=60_000, value_bytes=34_700, logical_bytes=90_000)
 
 
-def row_of(times: list[list[float]], on_links: bool = True, **parts: float) -> rows.Row:
+def row_of(times: list[list[float]], on_links: bool = True, **parts: float) -> comm.Row:
     """A row of times [W][iterations], with parts that took as long in all samples of all ranks."""
-    samples = [[{"call": us, **parts} for us in rank] for rank in times]
-    return rows.make_row(NAME, samples, MOVED, 16, SETUP, on_links=on_links)
+    samples = [Measured({"call": rank} | {part: [us] * len(rank) for part, us in parts.items()}) for rank in times]
+    return comm.make_row(NAME, samples, MOVED, 16, SETUP, on_links=on_links)
 
 
 def test_times_become_a_row() -> None:
@@ -61,10 +59,10 @@ def test_parts_become_numbers() -> None:
     """Parts have medians of the slowest rank by themselves. What of a call is exposed is what its halves add to the
     GEMM between them; bytes per second of both together would mean nothing."""
     samples = [
-        [{"call": 130.0, "work": 100.0, "one_piece": 150.0}],
-        [{"call": 120.0, "work": 104.0, "one_piece": 140.0}],
+        Measured({"call": [130.0], "work": [100.0], "one_piece": [150.0]}),
+        Measured({"call": [120.0], "work": [104.0], "one_piece": [140.0]}),
     ]
-    row = rows.make_row("a name", samples, MOVED, 16, {}, on_links=True)
+    row = comm.make_row("a name", samples, MOVED, 16, {}, on_links=True)
     assert row.parts_us == {"work": 104.0, "one_piece": 150.0, "exposed": 26.0}
     assert (row.physical_gbytes_per_s, row.logical_gbytes_per_s) == (None, None)
     eager = row_of([[70.0]], host_dispatch=9.0, host_combine=8.0)
@@ -84,30 +82,30 @@ def test_every_row_shows_its_floor_and_its_sms() -> None:
     graph = row_of([[150.0]])
     eager = row_of([[170.0]], host_dispatch=9.0, host_combine=8.0)
     halves = row_of([[130.0]], work=100.0, one_piece=160.0)
-    calls, pairs, split = map(shown, rows.tables([halves, graph, eager]))
+    calls, pairs, split = map(shown, comm.tables([halves, graph, eager]))
     assert calls[1] == [LABEL, "16", "0.1", "150.0", "1500.00", "150.0", "0.4", "0.6"]
     assert pairs[1] == [LABEL, "16", "0.1", "170.0", "170.0", "9.0", "8.0"]
     assert split[1] == [LABEL, "16", "0.1", "130.0", "100.0", "30.0", "160.0"]
     assert {tuple(each[0][1:3]) for each in (calls, pairs, split)} == {("SMs", "floor\nµs")}
     on_cpus = replace(row_of([[150.0]], on_links=False), num_sms=None)
-    (table,) = rows.tables([on_cpus])
+    (table,) = comm.tables([on_cpus])
     assert table.title == "40 tokens a rank, hidden 256, top-2 of 8 experts"
     assert shown(table)[0] == ["operation", "p50 µs", "p99 µs", "physical\nGB/s", "logical\nGB/s"]
-    both = shown(rows.tables([on_cpus, graph])[0])
+    both = shown(comm.tables([on_cpus, graph])[0])
     assert both[1][1:3] == ["-", "-"], "another row has a value there"
     other = replace(graph, setup=graph.setup | {"num_tokens": 8})
-    assert [each.title for each in rows.tables([graph, other])] == [
+    assert [each.title for each in comm.tables([graph, other])] == [
         f"{tokens} tokens a rank, hidden 256, top-2 of 8 experts" for tokens in (40, 8)
     ]
 
 
 def test_bytes_that_nobody_has_counted() -> None:
     """Sums per node are fewer rows than sums per rank: no rate of theirs is made up, and no floor."""
-    samples = [[{"call": 10.0}]]
-    row = rows.make_row(NAME, samples, MOVED, 16, SETUP, on_links=True, counted=False)
+    samples = [Measured({"call": [10.0]})]
+    row = comm.make_row(NAME, samples, MOVED, 16, SETUP, on_links=True, counted=False)
     assert (row.floor_us, row.physical_gbytes_per_s) == (None, None)
     assert (row.setup["physical_bytes"], row.setup["value_bytes"], row.setup["logical_bytes"]) == (None, None, 90_000)
-    (table,) = map(shown, rows.tables([row]))
+    (table,) = map(shown, comm.tables([row]))
     assert table[0] == ["operation", "SMs", "p50 µs", "p99 µs", "logical\nGB/s"]
 
 
@@ -152,7 +150,7 @@ def assert_rows(file: Path, shown: str, tokens: list[int], command: list[str], k
 def run_command(pools: Callable[[str], RankPool], monkeypatch: pytest.MonkeyPatch, command: list[str]) -> str:
     """What the command prints. Its ranks are there already."""
     monkeypatch.setattr(sys, "argv", ["tokenloom", *command])
-    with borrowed(run, pools):
+    with borrowed(setup, pools):
         done = CliRunner().invoke(app.app, command)
     assert (done.exit_code, done.stderr) == (0, "")
     return done.stdout
@@ -203,70 +201,27 @@ def test_command_as_a_process(tmp_path: Path) -> None:
     assert_rows(file, done.stdout, [16], command)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--backends", "nvlink,mpi"], "--backends"),
-        (["--backends", ""], "--backends"),
-        (["--tokens", "0"], "--tokens"),
-        (["--tokens", "8,many"], "--tokens"),
-        (["--num-sms", "-4"], "--num-sms"),
-        (["--hidden", "0"], "--hidden"),
-        (["--plot", "/no/such/folder/chart.png"], "--plot"),
-        (["--plot", "chart.svg"], "ends in .png"),
-        (["--json", "/no/such/folder/rows.json"], "--json"),
-        (["--num-sms", "64"], "--num-sms is 64, expected 1 to 32"),
-        (["--timing", "graph,eager"], "--timing is 'graph', expected wall or eager on cpu"),
-        (["--timing", "eager", "--halves"], "--timing is 'eager', expected wall for halves on cpu"),
-        (["--beside-us", "50"], "--beside-us"),
-        (["--halves", "--beside-us", "0"], "--beside-us"),
-        (["--only", "dispatch/collective,"], "expected no empty part"),
-        (["--only", "no/such"], "--only is 'no/such', expected a part of a row's name"),
-        (["--top-k", "9", "--num-experts", "8"], "--top-k is 9, expected at most 8"),
-        (["--backends", "nvlink"], "nothing to measure, because nvlink"),
-    ],
-)
-def test_bad_options_start_nothing(arguments: list[str], said: str) -> None:
-    """A message names what is wrong; there is no traceback, and no process is started."""
-    with mock.patch.object(RankPool, "start", side_effect=AssertionError("ranks were started")):
-        done = CliRunner().invoke(app.app, ["bench", "comm", "--device", "cpu", *arguments])
-    assert done.exit_code == (FAILED if "nothing to measure" in said else MISUSED)
-    assert isinstance(done.exception, SystemExit)
-    assert said in " ".join(done.output.replace("│", " ").split())
-
-
-def test_a_plot_without_matplotlib_starts_nothing(tmp_path: Path) -> None:
-    """matplotlib is no dependency; who asks for a chart without it learns so before minutes of measuring."""
-    hidden = mock.patch.dict(sys.modules, {"matplotlib.figure": None})
-    with hidden, mock.patch.object(RankPool, "start", side_effect=AssertionError("ranks were started")):
-        chart = ["--plot", str(tmp_path / "chart.png")]
-        done = CliRunner().invoke(app.app, ["bench", "comm", "--device", "cpu", *chart])
-    assert done.exit_code == FAILED
-    assert "--plot needs matplotlib" in done.output
-    assert "pip install" in done.output
-
-
 @pytest.mark.slow
 def test_a_chart_shows_every_row(tmp_path: Path) -> None:
     """A chart for each shape, a bar of the right length for each row, and a title that says where it was measured."""
     figures = pytest.importorskip("matplotlib.figure")
     shapes = [SHAPE, Shape(8, 256, 2, 8)]
-    who = [Contestant("nvlink", "events", 8), Contestant("nvlink", "graph", 8), Contestant("collective", "events")]
+    who = [("nvlink", "events", 8), ("nvlink", "graph", 8), ("collective", "events", None)]
     made = []
     for shape in shapes:
         for operation in OPERATIONS[:3]:
-            for each in who[len(made) % 2 :]:  # not everybody has every operation
+            for backend, timing, sms in who[len(made) % 2 :]:  # not everybody has every operation
                 where = asdict(shape) | {"payload": operation.payload, "layout": operation.layout}
-                where |= {"operation": operation.name, "backend": each.backend, "timing": each.timing}
-                row = Series(shape, operation, each).name(2)
-                samples = [[{"call": 10.0 + len(made)}]]
-                made.append(rows.make_row(row, samples, MOVED, each.num_sms, where, on_links=True))
-    samples = [[{"call": 99.0, "work": 50.0, "one_piece": 120.0}]]
-    made.append(rows.make_row(f"{row}/halves", samples, MOVED, each.num_sms, where, on_links=True))
+                where |= {"operation": operation.name, "backend": backend, "timing": timing}
+                row = Series(shape, operation, backend, timing).name(2)
+                samples = [Measured({"call": [10.0 + len(made)]})]
+                made.append(comm.make_row(row, samples, MOVED, sms, where, on_links=True))
+    samples = [Measured({"call": [99.0], "work": [50.0], "one_piece": [120.0]})]
+    made.append(comm.make_row(f"{row}/halves", samples, MOVED, sms, where, on_links=True))
     about = setup.run_setup("cpu", 2, ["bench", "comm"]) | {"device_name": "a machine", "commit": "abc"}
     drawn = []
     with mock.patch.object(figures.Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure)):
-        chart.write_png(tmp_path / "chart.png", about, made)
+        comm.write_chart(tmp_path / "chart.png", about, made)
     (figure,) = drawn
     assert len(figure.axes) == len(shapes)
     for axes, shape in zip(figure.axes, shapes, strict=True):

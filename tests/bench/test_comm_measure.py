@@ -13,53 +13,28 @@ import torch
 
 from tests.bench.fake_deep_ep import SHAPE, fake_deep_ep
 from tests.conftest import Ranks
-from tokenloom.bench.comm import cases, measure, samplers, series, traffic
-from tokenloom.bench.comm.beside import Gemm
-from tokenloom.bench.comm.calls import CallMaker
-from tokenloom.bench.comm.cases import OPERATIONS, Operation
-from tokenloom.bench.comm.series import Contestant, Series
-from tokenloom.bench.common import inputs, timing
+from tokenloom.bench import clock, comm, comm_calls, comm_work
+from tokenloom.bench.comm_calls import CallMaker, Gemm
+from tokenloom.bench.comm_work import OPERATIONS, Series
+from tokenloom.bench.harness import Measured, Sample
 from tokenloom.bench.rivals import deep_ep
+from tokenloom.bench.workload import Operation, make_inputs
 from tokenloom.runtime.processes import RankContext
-
-
-def test_everybody_takes_turns() -> None:
-    """Everybody is measured once in each of three rounds, so that drift hits all alike, after one warm-up."""
-    first, second = (Contestant("collective", "wall", sms) for sms in (1, 2))
-    operation = OPERATIONS[0]
-    order: list[int | None] = []
-
-    def sampler(context: Any, maker: CallMaker, each: Series) -> Any:
-        def sample() -> samplers.Sample:
-            order.append(each.contestant.num_sms)
-            return {"call": float(len(order))}
-
-        return sample
-
-    context: Any = SimpleNamespace(rank=0, report=lambda event: None)
-    with (
-        mock.patch.object(measure, "make_inputs", return_value=None),
-        mock.patch.object(measure, "make_sampler", sampler),
-    ):
-        found = measure.measure_on_rank(context, [Series(SHAPE, operation, each) for each in (first, second)], 10)
-    # Warm-up 2, rounds of 3, 3 and 4, each but the first after one call that does not count.
-    turns = [1] * 5 + [2] * 5 + ([1] * 4 + [2] * 4) + ([1] * 5 + [2] * 5)
-    assert order == turns
-    assert [each["call"] for each in found[0]] == [3, 4, 5, 12, 13, 14, 20, 21, 22, 23]
-    assert [len(samples) for samples in found] == [10, 10]
 
 
 @pytest.mark.parametrize("backend", ["network", "collective"])
 def test_rows_of_nodes_count_what_is_handed_on(backend: str) -> None:
     """On backend network; others send straight to ranks. The row says how many ranks a node has."""
     operation = OPERATIONS[0]
-    pool: Any = SimpleNamespace(num_ranks=4, device="cpu", run=lambda *arguments, **options: [[[{"call": 10.0}]]] * 4)
-    planned = [Series(SHAPE, operation, Contestant(backend, "wall", ranks_per_node=2))]
-    (row,) = measure.measure(pool, planned, 3)
+    pool: Any = SimpleNamespace(
+        num_ranks=4, device="cpu", run=lambda *arguments, **options: [[Measured({"call": [10.0]})]] * 4
+    )
+    planned = [Series(SHAPE, operation, backend, "wall", ranks_per_node=2)]
+    (row,) = comm.measure(pool, planned, 3)
     assert row.setup["ranks_per_node"] == 2
     plan, ids = SHAPE.plan(4), [SHAPE.topk_ids(rank) for rank in range(4)]
-    over = traffic.relayed(plan, ids, 2) if backend == "network" else None
-    moved = traffic.moved(plan, traffic.rows_between(plan, ids), operation, over)
+    over = comm_work.relayed(plan, ids, 2) if backend == "network" else None
+    moved = comm_work.moved(plan, comm_work.rows_between(plan, ids), operation, over)
     assert row.setup["physical_bytes"] == moved.physical_bytes
 
 
@@ -84,9 +59,9 @@ class Slow:
         self.done.append(("combine", routed))
 
 
-def eager_on_rank(context: RankContext) -> tuple[samplers.Sample, list[Any]]:
+def eager_on_rank(context: RankContext) -> tuple[Sample, list[Any]]:
     call: Any = Slow()
-    return samplers.eager_sample(context, call), call.done
+    return comm_calls.eager_sample(context, call), call.done
 
 
 def test_an_eager_sample_has_three_clocks(ranks: Ranks) -> None:
@@ -96,7 +71,7 @@ def test_an_eager_sample_has_three_clocks(ranks: Ranks) -> None:
         pytest.skip("times on the host are the same there")
     for sample, done in ranks.run(eager_on_rank):
         assert sample.keys() == {"call", "host_dispatch", "host_combine"}
-        pairs = samplers.EAGER_PAIRS["cpu"] + 1
+        pairs = comm_calls.EAGER_PAIRS["cpu"] + 1
         assert done == [each for n in range(pairs) for each in ("dispatch", ("combine", 2 * n + 1))]
         assert 5e3 <= sample["call"] < 5e5
         assert 4e3 <= sample["host_dispatch"] < 5e5
@@ -117,9 +92,9 @@ def test_halves_are_around_the_work() -> None:
 
     context: Any = SimpleNamespace(device=torch.device("cpu"), group=None)
     maker: Any = SimpleNamespace(ours=lambda each: Call())
-    planned = Series(SHAPE, OPERATIONS[0], Contestant("collective", "wall"), beside_us=7.0)
-    with mock.patch.object(samplers, "Gemm", lambda context, us: lambda: done.append(f"work of {us:g}")):
-        sample = samplers.make_sampler(context, maker, planned)()
+    planned = Series(SHAPE, OPERATIONS[0], "collective", "wall", beside_us=7.0)
+    with mock.patch.object(comm_calls, "Gemm", lambda context, us: lambda: done.append(f"work of {us:g}")):
+        sample = comm_calls.make_sampler(context, maker, planned)()
     assert done == ["send", "work of 7", "receive", "receive", "work of 7", "one piece", "work of 7"]
     assert sample.keys() == {"call", "work", "one_piece"}
     assert all(us > 0 for us in sample.values())
@@ -140,21 +115,21 @@ def test_a_gemm_is_as_long_as_asked_for(ranks: Ranks) -> None:
     assert by_rank == [[short, long]] * ranks.num_ranks
 
 
-def measured_on_rank(context: RankContext, planned: list[Series]) -> list[list[samplers.Sample]]:
-    return measure.measure_on_rank(context, planned, 3)
+def measured_on_rank(context: RankContext, planned: list[Series]) -> list[Measured]:
+    return comm_calls.measure_on_rank(context, planned, 3)
 
 
-def assert_plausible(planned: list[Series], by_rank: list[list[list[samplers.Sample]]]) -> None:
+def assert_plausible(planned: list[Series], by_rank: list[list[Measured]]) -> None:
     """Three samples each, with the parts of their kind, of more than nothing and less than a second."""
     for found in by_rank:
-        for each, samples in zip(planned, found, strict=True):
+        for each, measured in zip(planned, found, strict=True):
             parts = {"work", "one_piece"} if each.beside_us is not None else set()
-            if each.contestant.timing == "eager":
+            if each.timing == "eager":
                 parts = {"host_dispatch", "host_combine"}
-            assert len(samples) == 3
-            for sample in samples:
-                assert sample.keys() == {"call", *parts}
-                assert all(0 < us < 1e6 for us in sample.values()), each
+            assert measured.samples.keys() == {"call", *parts}
+            for times in measured.samples.values():
+                assert len(times) == 3
+                assert all(0 < us < 1e6 for us in times), each
 
 
 @pytest.mark.slow
@@ -163,7 +138,7 @@ def test_halves_of_every_operation(ranks: Ranks) -> None:
     """Dispatches, combines, and both at once as of two micro-batches, in every layout, with real calls."""
     if ranks.device != "cpu":
         pytest.skip("test_calls_and_graphs_on_gpus has more of it")
-    planned, _ = series.plan_series([SHAPE], ranks.num_ranks, "cpu", beside_us=50.0)
+    planned, _ = comm_work.plan_series([SHAPE], ranks.num_ranks, "cpu", beside_us=50.0)
     assert {each.operation for each in planned} == set(OPERATIONS)
     assert_plausible(planned, ranks.run(measured_on_rank, planned))
 
@@ -175,29 +150,29 @@ def test_calls_and_graphs_on_gpus(ranks: Ranks, backend: str, beside_us: float |
     """Every operation over nvlink in all timings, beside collective, in one run: each captures, replays, and leaves
     nothing behind that check would raise."""
     wanted = [backend, "collective"]
-    planned, _ = series.plan_series([SHAPE], ranks.num_ranks, "cuda", wanted, [4, 16], beside_us=beside_us)
-    timings = {each.contestant.timing for each in planned if each.contestant.backend == backend}
+    planned, _ = comm_work.plan_series([SHAPE], ranks.num_ranks, "cuda", wanted, [4, 16], beside_us=beside_us)
+    timings = {each.timing for each in planned if each.backend == backend}
     assert timings == {"events", "graph", "eager"} - ({"eager"} if beside_us else set())
     assert_plausible(planned, ranks.run(measured_on_rank, planned))
 
 
 def replays_on_rank(context: RankContext) -> None:
     with ExitStack() as stack, torch.no_grad():
-        given = inputs.make_inputs(context, SHAPE)
+        given = make_inputs(context, SHAPE)
         maker = CallMaker(context, given, stack)
-        nvlink = Contestant("nvlink", "graph", 8)
-        for layout in cases.LAYOUTS:
-            call = maker.call(Series(SHAPE, Operation("dispatch", "bf16", layout), nvlink))
+        for layout in comm_work.LAYOUTS:
+            nvlink = Series(SHAPE, Operation("dispatch", "bf16", layout), "nvlink", "graph", 8)
+            call = maker.call(nvlink)
             results: list[Any] = []
 
             def kept(call: Any = call, results: list[Any] = results) -> None:
                 results[:] = [call()]
 
-            timing.warm_up(kept)
+            clock.warm_up(kept)
             want_rows, want_counts = results[0].tokens.clone(), results[0].source_counts.tolist()
-            graph = timing.capture(kept)
+            graph = clock.capture(kept)
             results[0].tokens.zero_()
-            timing.one_replay(context, graph)
+            clock.one_replay(context, graph)
             maker.check(nvlink)
             (last,) = results
             assert last.source_counts.tolist() == want_counts
@@ -223,14 +198,13 @@ def test_a_replay_does_the_work(ranks: Ranks, backend: str) -> None:
 def deep_ep_on_rank(context: RankContext) -> tuple[list[Any], list[int]]:
     """What its operations return, described, and how many samples each of them has when it is measured."""
     with fake_deep_ep(), torch.no_grad():
-        given = inputs.make_inputs(context, SHAPE)
-        who = Contestant("deep_ep", "wall")
-        planned = [Series(SHAPE, each, who) for each in deep_ep.OPERATIONS]
+        given = make_inputs(context, SHAPE)
+        planned = [Series(SHAPE, each, "deep_ep", "wall") for each in deep_ep.OPERATIONS]
         with ExitStack() as stack:
             maker = CallMaker(context, given, stack)
             bf16, fp8, home = (maker.call(each)()[0] for each in planned)
         described = [bf16.dtype, [part.dtype for part in fp8], home.dtype]
-        return described, [len(times) for times in measure.measure_on_rank(context, planned, 4)]
+        return described, [len(each.samples["call"]) for each in comm_calls.measure_on_rank(context, planned, 4)]
 
 
 def test_deep_ep_is_called_as_it_wants(ranks: Ranks) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tokenloom.bench.common.shape import Shape
-from tokenloom.bench.mega.measure import make_weights
-from tokenloom.bench.mega.work import MegaShape, bytes_out
+from tokenloom.bench.mega_work import MegaShape, bytes_out, make_weights
 from tokenloom.bench.rivals.torch_layer import own_experts, torch_layer
-from tokenloom.bench.train.work import Weights, make_problem
+from tokenloom.bench.train_work import Weights, make_problem
+from tokenloom.bench.workload import Shape
 from tokenloom.demo.text import Batches
 
 CPU = torch.device("cpu")

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from tests.bench.test_mega_measure import SHAPE, STAGES, fake_deep_gemm
 from tests.conftest import NUM_GPUS, WHY_NO_HOPPER
-from tokenloom.bench.common import timing
-from tokenloom.bench.common.tables import Fitted
-from tokenloom.bench.mega import measure, run, trace, work
-from tokenloom.bench.mega import rows as mega_rows
-from tokenloom.bench.mega.rows import Beside, Measured, MegaRow, Samples
-from tokenloom.bench.mega.work import MegaShape
+from tokenloom.bench import clock, mega, mega_trace, mega_work, setup
+from tokenloom.bench.harness import Measured
+from tokenloom.bench.mega import MegaFound, MegaRow
+from tokenloom.bench.mega_work import MegaShape
+from tokenloom.bench.setup import Run
+from tokenloom.bench.tables import Fitted
 from tokenloom.cli import app
 from tokenloom.cli.terminal import FAILED
 from tokenloom.inference.trace import MegaTimes
@@ -61,20 +61,20 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 def test_work_by_hand(two_ranks: list[torch.Tensor]) -> None:
     """Rank 0 has three routes on its two experts, rank 1 two on its two; rank 0 sends a row, rank 1 a result."""
-    found = work.work(SHAPE, 2, 2)
+    found = mega_work.work(SHAPE, 2, 2)
     assert found.flops == 5 / 2 * 2 * EXPERT_BYTES
     assert found.busiest_flops == 3 * 2 * EXPERT_BYTES
     assert found.weight_bytes == 2 * EXPERT_BYTES
     row_bytes = 256 + 256 // 128 * 4 + 4 + 4  # values, scales, home and weight
-    assert work.bytes_out(SHAPE, 2, 0, two_ranks) == row_bytes
-    assert work.bytes_out(SHAPE, 2, 1, two_ranks) == found.sent_bytes == 256 * 2
+    assert mega_work.bytes_out(SHAPE, 2, 0, two_ranks) == row_bytes
+    assert mega_work.bytes_out(SHAPE, 2, 1, two_ranks) == found.sent_bytes == 256 * 2
     both = [torch.tensor([[2, 3], [1, -1]]), torch.tensor([[3, 2], [-1, -1]])]
-    assert work.bytes_out(SHAPE, 2, 0, both) == 2 * row_bytes, "a row for each route, also of one token to one rank"
+    assert mega_work.bytes_out(SHAPE, 2, 0, both) == 2 * row_bytes, "a row for each route, also of one token"
 
 
 def test_work_of_shared_experts(two_ranks: list[torch.Tensor]) -> None:
     """Every rank reads their weights and computes all of its tokens with them; nothing of that crosses a link."""
-    found = work.work(MegaShape(256, 128, 4, 2, num_shared_experts=3), 2, 2)
+    found = mega_work.work(MegaShape(256, 128, 4, 2, num_shared_experts=3), 2, 2)
     assert found.flops == (5 / 2 + 3 * 2) * 2 * EXPERT_BYTES
     assert found.busiest_flops == (3 + 3 * 2) * 2 * EXPERT_BYTES
     assert found.weight_bytes == (2 + 3) * EXPERT_BYTES
@@ -91,46 +91,49 @@ def test_work_of_shared_experts(two_ranks: list[torch.Tensor]) -> None:
 )
 def test_the_floor_is_what_takes_longest(sizes: tuple[int, int, int, int], floor_us: float) -> None:
     """A microsecond of HBM, two of arithmetic or three of links, each beside next to nothing of the others."""
-    assert work.Work(*sizes).floor_us == pytest.approx(floor_us)
+    assert mega_work.Work(*sizes).floor_us == pytest.approx(floor_us)
 
 
 # -- rows -----------------------------------------------------------------------------------------------------------
 
 
-def made_up(rank: int, num_tokens: int = 1, rival: bool = True, graph: bool = True) -> Measured:
+def made_up(rank: int, num_tokens: int = 1, rival: bool = True, graph: bool = True) -> MegaFound:
     """Samples of three replays that no two ranks, layers or numbers of tokens share."""
     base = 100.0 * num_tokens + 10 * rank
     stages = {stage: [base + 3 * i, base + 1 + 3 * i, base + 2 + 3 * i] for i, stage in enumerate(STAGES)}
-    ours = Samples([base, base + 4, base + 1], [base + 20, base + 24, base + 21], stages)
+    by_graph, events = [base, base + 4, base + 1], [base + 20, base + 24, base + 21]
+    ours = Measured({"graph": by_graph, "events": events} | stages)
     if not rival:
-        return Measured(ours)
-    why_not = "" if graph else "a call waits for the host"
-    theirs = Samples([2 * us for us in ours.graph] if graph else [], [3 * us for us in ours.events], {}, why_not)
-    return Measured(ours, {"deep_gemm": Beside(theirs, 0.0005 + rank * 1e-4)})
+        return MegaFound({mega.OURS: ours})
+    samples = {"graph": [2 * us for us in by_graph]} if graph else {}
+    samples["events"] = [3 * us for us in events]
+    theirs = Measured(samples, "" if graph else "a call waits for the host", 0.0005 + rank * 1e-4)
+    return MegaFound({mega.OURS: ours, "deep_gemm": theirs})
 
 
 def test_numbers_of_a_row(two_ranks: list[torch.Tensor]) -> None:
     """By hand: the slowest rank of each sample counts, by graph, by events and in each stage."""
     by_rank = [
-        Measured(Samples([10.0, 14.0, 11.0], [20.0, 20.0, 20.0], {"dispatch": [1.0, 2.0, 3.0]})),
-        Measured(Samples([12.0, 13.0, 15.0], [30.0, 10.0, 40.0], {"dispatch": [2.0, 2.0, 2.0]})),
+        {"graph": [10.0, 14.0, 11.0], "events": [20.0, 20.0, 20.0], "dispatch": [1.0, 2.0, 3.0]},
+        {"graph": [12.0, 13.0, 15.0], "events": [30.0, 10.0, 40.0], "dispatch": [2.0, 2.0, 2.0]},
     ]
-    (row,) = mega_rows.make_rows(SHAPE, 2, 2, 3, False, by_rank)
+    found = [MegaFound({mega.OURS: Measured(samples)}) for samples in by_rank]
+    (row,) = mega.make_rows(SHAPE, 2, 2, 3, False, found)
     assert (row.name, row.who) == ("mega/ep2/t2/h256/i128/e4/k2/graph", "tokenloom")
     assert (row.p50_us, row.p99_us, row.slowest_rank) == (14.0, 15.0, 1)
     assert (row.events_us, row.stages_us) == (30.0, {"dispatch": 2.0})
     assert row.hbm_gbytes_per_s == pytest.approx(2 * EXPERT_BYTES / 14.0 / 1e3)
     assert row.nvlink_gbytes_per_s == pytest.approx(256 * 2 / 14.0 / 1e3)
     assert row.tflops == pytest.approx(5 / 2 * 2 * EXPERT_BYTES / 14.0 / 1e6)
-    assert row.floor_us == pytest.approx(2 * EXPERT_BYTES / work.HBM_GBYTES_PER_S / 1e3)
+    assert row.floor_us == pytest.approx(2 * EXPERT_BYTES / mega_work.HBM_GBYTES_PER_S / 1e3)
     assert row.times_floor == pytest.approx(14.0 / row.floor_us)
     assert (row.cold, row.times_ours, row.difference) == (False, None, None)
-    assert (row.setup["calls_per_sample"], row.setup["num_tokens"]) == (timing.GRAPH_CALLS, 2)
+    assert (row.setup["calls_per_sample"], row.setup["num_tokens"]) == (clock.GRAPH_CALLS, 2)
 
 
 def test_another_layer_has_a_row_of_its_own() -> None:
     """Named after it, with the ratio of the two and the largest difference of the outputs."""
-    ours, theirs = mega_rows.make_rows(SHAPE, 2, 1, 3, True, [made_up(0), made_up(1)])
+    ours, theirs = mega.make_rows(SHAPE, 2, 1, 3, True, [made_up(0), made_up(1)])
     assert ours.name == "mega/ep2/t1/h256/i128/e4/k2/graph/cold"
     assert theirs.name == "mega/deep_gemm/ep2/t1/h256/i128/e4/k2/graph/cold"
     assert theirs.times_ours == theirs.p50_us / ours.p50_us == 2.0
@@ -146,13 +149,13 @@ def test_another_layer_has_a_row_of_its_own() -> None:
 
 def test_without_a_graph_events_are_compared() -> None:
     """A rival that cannot be captured: its row says so, and its ratio is one of like and like."""
-    ours, theirs = mega_rows.make_rows(SHAPE, 2, 1, 3, False, [made_up(0, graph=False), made_up(1, graph=False)])
+    ours, theirs = mega.make_rows(SHAPE, 2, 1, 3, False, [made_up(0, graph=False), made_up(1, graph=False)])
     assert ours.name.endswith("/graph")
     assert theirs.name == "mega/deep_gemm/ep2/t1/h256/i128/e4/k2/events"
     assert theirs.p50_us == theirs.events_us == 3 * ours.events_us
     assert theirs.times_ours == 3.0
     assert theirs.setup["calls_per_sample"] == 1
-    note, outputs = mega_rows.notes([ours, theirs, ours, theirs])
+    note, outputs = mega.notes([ours, theirs, ours, theirs])
     assert "deep_gemm: its calls could not be captured (a call waits for the host)" in note
     assert "0.0006" in outputs
     assert "deep_gemm, events" in shown([ours, theirs])
@@ -160,21 +163,21 @@ def test_without_a_graph_events_are_compared() -> None:
 
 @pytest.mark.parametrize(("differences", "said"), [((0.001, 0.009), "agree"), ((0.001, 0.02), "DO NOT")])
 def test_outputs_that_differ_are_told(differences: tuple[float, float], said: str) -> None:
-    rows = [mega_rows.make_rows(SHAPE, 1, 1, 3, False, [differing(difference)])[1] for difference in differences]
-    (note,) = mega_rows.notes(rows)
+    rows = [mega.make_rows(SHAPE, 1, 1, 3, False, [differing(difference)])[1] for difference in differences]
+    (note,) = mega.notes(rows)
     assert said in note
 
 
-def differing(difference: float, who: str = "deep_gemm") -> Measured:
+def differing(difference: float, who: str = "deep_gemm") -> MegaFound:
     """Outputs that are so far apart."""
-    made = made_up(0)
-    return Measured(made.ours, {who: Beside(made.beside["deep_gemm"].samples, difference)})
+    made = made_up(0).layers
+    return MegaFound({mega.OURS: made[mega.OURS], who: replace(made["deep_gemm"], difference=difference)})
 
 
 def test_every_layer_has_a_limit_of_its_own() -> None:
     """The same layer in three calls is nearer than somebody else's."""
     for who, said in (("deep_gemm", "so they agree"), ("composed", "DO NOT AGREE")):
-        (note,) = mega_rows.notes(mega_rows.make_rows(SHAPE, 1, 1, 3, False, [differing(0.005, who)]))
+        (note,) = mega.notes(mega.make_rows(SHAPE, 1, 1, 3, False, [differing(0.005, who)]))
         assert said in note
         assert f"ours and {who}'s" in note
 
@@ -183,36 +186,34 @@ def test_not_a_number_is_the_largest_difference() -> None:
     """On any rank, first or last: a maximum that loses NaN would call broken outputs equal."""
     for differences in ((float("nan"), 0.0), (0.0, float("nan"))):
         by_rank = [differing(each) for each in differences]
-        (note,) = mega_rows.notes(mega_rows.make_rows(SHAPE, 2, 1, 3, False, by_rank))
+        (note,) = mega.notes(mega.make_rows(SHAPE, 2, 1, 3, False, by_rank))
         assert "DO NOT AGREE" in note
 
 
 def test_nothing_to_do_has_no_floor() -> None:
     """All routes unused: no ratio, no point of a floor, and a table all the same."""
-    (row,) = mega_rows.make_rows(
-        MegaShape(256, 128, 4, 2, masked_ratio=1.0), 2, 8, 3, False, [made_up(0, rival=False)] * 2
-    )
-    assert (row.floor_us, row.times_floor, mega_rows.floors([row])) == (0.0, None, [])
-    assert mega_rows.table([row]).row_count == 1
+    (row,) = mega.make_rows(MegaShape(256, 128, 4, 2, masked_ratio=1.0), 2, 8, 3, False, [made_up(0, rival=False)] * 2)
+    assert (row.floor_us, row.times_floor, mega.floors([row])) == (0.0, None, [])
+    assert mega.table([row]).row_count == 1
 
 
 def shown(rows: list[MegaRow], width: int = 120) -> str:
     console = Console(width=width, highlight=False)
     with console.capture() as captured:
-        console.print(Fitted(mega_rows.table(rows), keys=2 if len({row.who for row in rows}) > 1 else 1))
+        console.print(Fitted(mega.table(rows), keys=2 if len({row.who for row in rows}) > 1 else 1))
     return captured.get()
 
 
 def test_the_table_has_everybody_and_fits() -> None:
     """All layers, the ratios, and every number in full on 120 columns, at the size of the slowest rows there are."""
-    times = [12345.0] * 3
-    stages = {stage: [6789.0] * 3 for stage in STAGES}
-    beside = {
-        "deep_gemm": Beside(Samples(times, times), 0.001),
-        "composed": Beside(Samples([], times, {}, "why"), 0.0),
+    times = {what: [12345.0] * 3 for what in mega.CLOCKS}
+    layers = {
+        mega.OURS: Measured(times | {stage: [6789.0] * 3 for stage in STAGES}),
+        "deep_gemm": Measured(times, difference=0.001),
+        "composed": Measured({"events": times["events"]}, "why", 0.0),
     }
-    by_rank = [Measured(Samples(times, times, stages), beside)]
-    rows = mega_rows.make_rows(MegaShape(7168, 2048, 256, 8), 1, 8192, 3, False, by_rank)
+    by_rank = [MegaFound(layers)]
+    rows = mega.make_rows(MegaShape(7168, 2048, 256, 8), 1, 8192, 3, False, by_rank)
     text = shown(rows)
     assert text.count("12,345") == 9
     assert text.count("6,789") == 4
@@ -251,7 +252,7 @@ def test_a_trace_is_what_was_measured(tmp_path: Path) -> None:
     """A process for each rank, whose first block begins at 0; kernels as wholes, and all that their blocks did."""
     nothing = MegaTimes.allocate(2, torch.device("cpu"))
     file = tmp_path / "trace.json"
-    trace.write_trace(
+    mega_trace.write_trace(
         file, {"commit": "abc"}, "mega/a/row", 40, [made_up_times(7_000_000), made_up_times(10), nothing]
     )
     found = json.loads(file.read_text())
@@ -301,8 +302,8 @@ class FakePool:
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def run(self, function: Any, shape: Any, tokens: list[int], *rest: Any, **options: Any) -> list[list[Measured]]:
-        assert function is measure.measure_on_rank
+    def run(self, function: Any, shape: Any, tokens: list[int], *rest: Any, **options: Any) -> list[list[MegaFound]]:
+        assert function is mega.measure_on_rank
         against, traced = rest[-2:]
         assert against in ([], ["deep_gemm"])
         found = [[made_up(rank, each, rival=bool(against)) for each in tokens] for rank in range(self.num_ranks)]
@@ -327,24 +328,13 @@ def test_every_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(
         figures.Figure, "savefig", lambda figure, *args, **kw: (drawn.append(figure), save(figure, *args, **kw))
     )
-    monkeypatch.setattr(run, "RankPool", FakePool)
-    monkeypatch.setattr(run, "run_setup", fake_setup)
+    monkeypatch.setattr(setup, "RankPool", FakePool)
+    monkeypatch.setattr(setup, "run_setup", fake_setup)
     json_file, plot_file, trace_file = (tmp_path / name for name in ("rows.json", "chart.png", "trace.json"))
     console = Console(width=120, highlight=False)
     with fake_deep_gemm(), console.capture() as captured:
-        run.run_mega(
-            console,
-            2,
-            SHAPE,
-            [16, 8],
-            command=["bench", "mega"],
-            iterations=3,
-            cold=True,
-            against=against,
-            plot_file=plot_file,
-            trace_file=trace_file,
-            json_file=json_file,
-        )
+        run = Run(console, 2, "cuda", ["bench", "mega"], json_file, plot_file)
+        mega.run_mega(run, SHAPE, [16, 8], 3, cold=True, against=against, trace_file=trace_file)
     text = " ".join(captured.get().split())
     found = json.loads(json_file.read_text())
     rows = found["rows"]
@@ -393,23 +383,6 @@ def test_a_rival_that_is_missing_starts_nothing() -> None:
     assert done.output.endswith("; install a build with the fused layer for SM90, such as sgl-deep-gemm\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--against", "somebody"], "--against"),
-        (["--plot", "chart.svg"], "ends in .png"),
-        (["--plot", "/no/such/folder/chart.png"], "--plot"),
-        (["--trace", "/no/such/folder/trace.json"], "--trace"),
-        (["--shared-experts", "-1"], "--shared-experts"),
-        (["--tokens", "8,x"], "--tokens"),
-    ],
-)
-def test_bad_options_start_nothing(arguments: list[str], said: str) -> None:
-    done = invoke(*arguments)
-    assert done.exit_code == 2
-    assert said in " ".join(done.output.replace("│", " ").split())
-
-
 @pytest.mark.skipif(NUM_GPUS > 0, reason="there are GPUs here")
 def test_it_says_that_there_is_no_gpu() -> None:
     """And it does not blame options that nobody gave."""
@@ -427,8 +400,7 @@ def run_tiny(tmp_path: Path, shape: MegaShape, **options: Any) -> tuple[dict[str
     file = tmp_path / "rows.json"
     console = Console(width=120, highlight=False)
     with console.capture() as captured:
-        arguments: dict[str, Any] = {"command": ["bench", "mega"], "iterations": 3, "json_file": file}
-        run.run_mega(console, NUM_GPUS, shape, NUM_TOKENS, **arguments | options)
+        mega.run_mega(Run(console, NUM_GPUS, "cuda", ["bench", "mega"], file), shape, NUM_TOKENS, 3, **options)
     return json.loads(file.read_text()), captured.get()
 
 

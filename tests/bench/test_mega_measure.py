@@ -15,13 +15,11 @@ import torch.distributed as dist
 
 from tests.conftest import Ranks
 from tests.support.on_ranks import on_ranks
-from tokenloom.bench.common import timing
-from tokenloom.bench.common.packages import PackageMissing
-from tokenloom.bench.mega import clock, measure, others
-from tokenloom.bench.mega.clock import Clock
-from tokenloom.bench.mega.measure import Contestant
-from tokenloom.bench.mega.rows import Measured, Samples
-from tokenloom.bench.mega.work import MegaShape
+from tokenloom.bench import PackageMissing, clock, mega
+from tokenloom.bench.clock import Clock
+from tokenloom.bench.harness import Measured
+from tokenloom.bench.mega import Layer, MegaFound
+from tokenloom.bench.mega_work import MegaShape, make_weights
 from tokenloom.bench.rivals import deep_gemm
 from tokenloom.compat.deep_gemm.testing import calc_diff
 from tokenloom.errors import InvalidArgument
@@ -59,33 +57,21 @@ class FakeClock:
         return call
 
 
-def test_everybody_takes_turns() -> None:
-    """In each of three rounds everybody by graph, then by events, then our stages, each after a sample that is thrown
-    away; who has no graph is measured by events alone. The second round goes the other way round."""
+def test_layers_are_timed_by_graph_and_by_events() -> None:
+    """All by graph first, then all by events; who has no graph is measured by events alone."""
     fake: Any = FakeClock()
 
     def ours() -> None: ...
 
     def theirs() -> None: ...
 
-    staged: Any = SimpleNamespace(sample=lambda: {"dispatch": fake.replay_us(stages), "sum": 0.0})
-
-    def stages() -> None: ...
-
-    out = torch.zeros(1)
-    contestants = [
-        Contestant(ours, out, ours, Samples()),  # type: ignore[arg-type]
-        Contestant(theirs, out, None, Samples()),
-    ]
-    measure.take_turns(fake, contestants, staged, 4)
-    first_round = ["ours", "ours", "ours", "ours", "theirs", "theirs", "stages", "stages"]  # one kept sample of each
-    second_round = ["ours", "ours", "theirs", "theirs", "ours", "ours", "stages", "stages"]
-    last_round = ["ours"] * 6 + ["theirs"] * 3 + ["stages"] * 3
-    assert fake.called == first_round + second_round + last_round
-    assert contestants[0].samples.graph == [2.0, 10.0, 18.0, 19.0]
-    assert contestants[0].samples.events == [4.0, 14.0, 21.0, 22.0]
-    assert (contestants[1].samples.graph, contestants[1].samples.events) == ([], [6.0, 12.0, 24.0, 25.0])
-    assert contestants[0].samples.stages == {"dispatch": [8.0, 16.0, 27.0, 28.0], "sum": [0.0] * 4}
+    graph: Any = ours
+    layers = {"ours": Layer(ours, torch.zeros(1), graph), "theirs": Layer(theirs, torch.zeros(1), None)}
+    contestants = mega.contestants(fake, layers, {name: Measured() for name in layers})
+    assert [each.sample() for each in contestants.values()] == [{"graph": 1.0}, {"events": 2.0}, {"events": 3.0}]
+    assert fake.called == ["ours", "ours", "theirs"]
+    first, second, _ = contestants.values()
+    assert first.measured is second.measured, "both are of one layer"
 
 
 @pytest.mark.parametrize("cold", [True, False])
@@ -104,15 +90,15 @@ def test_a_cold_sample_is_one_call_behind_an_overwritten_cache(cold: bool, monke
             timed._overwritten.fill_(1)
         return 6.0 * calls
 
-    monkeypatch.setattr(timing, "one_replay", sample)
-    monkeypatch.setattr(timing, "one_call", sample)
-    monkeypatch.setattr(timing, "capture", lambda call, calls: calls)
+    monkeypatch.setattr(clock, "one_replay", sample)
+    monkeypatch.setattr(clock, "one_call", sample)
+    monkeypatch.setattr(clock, "capture", lambda call, calls: calls)
     if timed._overwritten is not None:
         timed._overwritten.fill_(1)
     graph_calls = timed.capture(lambda: None)
     assert timed.replay_us(None) == 6.0 * timed.calls  # type: ignore[arg-type]
     assert timed.call_us(lambda: None) == 6.0
-    assert graph_calls == timed.calls == (1 if cold else timing.GRAPH_CALLS)  # type: ignore[comparison-overlap]
+    assert graph_calls == timed.calls == (1 if cold else clock.GRAPH_CALLS)  # type: ignore[comparison-overlap]
     assert seen == ([0, 0] if cold else [])
 
 
@@ -151,7 +137,7 @@ def test_weights_of_a_rank() -> None:
     found = []
     for rank in (0, 1):
         context: Any = SimpleNamespace(rank=rank, num_ranks=2, device=torch.device("cpu"))
-        found.append(measure.make_weights(shape, context))
+        found.append(make_weights(shape, context))
     for mine, other in zip(*found, strict=True):
         assert len(mine) == len(other) == 2 + 2
         assert mine[2:].float().equal(other[2:].float())
@@ -214,7 +200,7 @@ def test_deep_gemm_is_called_as_it_wants(context: RankContext) -> None:
     end: a stand-in for it checks them. What the true one does needs it, and GPUs."""
     generator = torch.Generator().manual_seed(context.rank)
     with fake_deep_gemm():
-        weights = measure.make_weights(SHAPE, context)
+        weights = make_weights(SHAPE, context)
         rival = deep_gemm.DeepGemm(context.group, SHAPE, 40, weights[:2], weights[2:])
         for num_tokens in (40, 3):
             x = torch.randn(num_tokens, 256, generator=generator).bfloat16()
@@ -294,12 +280,11 @@ def fake_replay(context: RankContext, graph: Any, calls: int) -> float:
     return 7.0
 
 
-def measure_with_stand_ins(context: RankContext, against: Sequence[str]) -> list[Measured]:
+def measure_with_stand_ins(context: RankContext, against: Sequence[str]) -> list[MegaFound]:
     patches = [
-        mock.patch.object(measure, "MegaMoE", FakeMega),
-        mock.patch.object(others, "MegaMoE", FakeMega),
-        mock.patch.object(timing, "capture", fake_capture),
-        mock.patch.object(timing, "one_replay", fake_replay),
+        mock.patch.object(mega, "MegaMoE", FakeMega),
+        mock.patch.object(clock, "capture", fake_capture),
+        mock.patch.object(clock, "one_replay", fake_replay),
         mock.patch.object(torch.cuda, "synchronize", return_value=None),
         mock.patch.object(torch.cuda, "Event", FakeEvent),
         fake_deep_gemm(),
@@ -308,7 +293,7 @@ def measure_with_stand_ins(context: RankContext, against: Sequence[str]) -> list
     with ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
-        return measure.measure_on_rank(context, shape, [3, 40], 4, False, against)
+        return mega.measure_on_rank(context, shape, [3, 40], 4, False, against)
 
 
 @pytest.mark.parametrize("against", [["deep_gemm", "composed"], ["composed"], []])
@@ -318,15 +303,17 @@ def test_a_whole_run_on_stand_ins(cpu_ranks: Ranks, against: list[str]) -> None:
     for found in cpu_ranks.run(measure_with_stand_ins, against):
         assert len(found) == 2
         for each in found:
-            assert each.ours.graph == [7.0] * 4
-            assert len(each.ours.events) == 4
-            assert list(each.ours.stages) == STAGES
-            assert all(us == pytest.approx([1.0] * 4) for us in each.ours.stages.values())
-            assert list(each.beside) == against
-            for name, other in each.beside.items():
-                samples = other.samples
-                assert (samples.graph, samples.why_no_graph, samples.stages) == ([7.0] * 4, "", {})
-                assert len(samples.events) == 4
+            ours = each.layers[mega.OURS].samples
+            assert ours["graph"] == [7.0] * 4
+            assert len(ours["events"]) == 4
+            assert list(ours) == [*mega.CLOCKS, *STAGES]
+            assert all(ours[stage] == pytest.approx([1.0] * 4) for stage in STAGES)
+            assert list(each.layers) == [mega.OURS, *against]
+            for name in against:
+                other = each.layers[name]
+                assert (other.samples["graph"], other.why_not, list(other.samples)) == ([7.0] * 4, "", [*mega.CLOCKS])
+                assert len(other.samples["events"]) == 4
+                assert other.difference is not None
                 if name == "deep_gemm":
                     assert 0 < other.difference < 1e-3  # the rounding to FP8 of its x
                 else:
@@ -352,14 +339,14 @@ def test_a_whole_run_on_stand_ins(cpu_ranks: Ranks, against: list[str]) -> None:
 def test_a_build_that_cannot_is_refused(shape: MegaShape, changes: dict[str, Any], said: str) -> None:
     error = PackageMissing if changes else InvalidArgument
     with fake_deep_gemm(**changes), pytest.raises(error, match=said):
-        others.load(["composed", "deep_gemm"], shape)
+        mega.load(["composed", "deep_gemm"], shape)
 
 
 def test_either_name_of_its_buffer_will_do() -> None:
     with fake_deep_gemm(get_symm_buffer_for_sm90_mega_moe="missing", get_symm_buffer_for_mega_moe=FakeBuffer):
-        assert others.load(["composed", "deep_gemm"], SHAPE) == {"composed": None, "deep_gemm": "9.9"}
+        assert mega.load(["composed", "deep_gemm"], SHAPE) == {"composed": None, "deep_gemm": "9.9"}
 
 
 def test_an_unknown_layer_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="against is 'somebody', expected one of deep_gemm, composed"):
-        others.load(["somebody"], SHAPE)
+        mega.load(["somebody"], SHAPE)

@@ -21,17 +21,23 @@ from typer.testing import CliRunner
 from tests.cli.borrowed import borrowed
 from tests.conftest import NETWORK_RANKS, Ranks
 from tokenloom import reference
-from tokenloom.bench.network import links, order, parts, report, run
-from tokenloom.bench.network.bits import check_bits
-from tokenloom.bench.network.compare import compare_routed, compare_sums
-from tokenloom.bench.network.exchanges import Exchange, peers_of
+from tokenloom.bench import setup
+from tokenloom.bench.network import findings, links, order, rails, run
+from tokenloom.bench.network.bits import (
+    PAYLOADS,
+    ROUTINGS,
+    check_bits,
+    compare_routed,
+    compare_sums,
+    make_problem,
+    sizes,
+)
+from tokenloom.bench.network.check import Options, Report, check
 from tokenloom.bench.network.findings import PARTS, Finding, Seen, merge
-from tokenloom.bench.network.fit import Points, fit_constants, fit_line
-from tokenloom.bench.network.judge import Measured, sum_up, verdicts
-from tokenloom.bench.network.links import BETWEEN, INSIDE, Link, Sample, matchings, rounds_of
-from tokenloom.bench.network.on_rank import Options, Report, check
-from tokenloom.bench.network.problems import PAYLOADS, ROUTINGS, make_problem, sizes
+from tokenloom.bench.network.links import BETWEEN, INSIDE, Link, Sample, Speed, matchings, rounds_of, sum_up, verdicts
+from tokenloom.bench.network.rails import Exchange, Points, fit_constants, fit_line, peers_of
 from tokenloom.bench.network.wire import Wire, pattern
+from tokenloom.bench.setup import Run
 from tokenloom.cli import app
 from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import InvalidArgument, PeerTimeout
@@ -79,8 +85,8 @@ def test_all_ranks_must_see_it_right(by_rank: list[dict[tuple[str, str], Seen]],
     assert finding.details == (details or "3 values")
 
 
-def measured(link: Link, rate: float = 40.0, back: float = 40.0, ping_us: float = 20.0, fault: str = "") -> Measured:
-    return Measured(link, ping_us, rate, back, fault)
+def measured(link: Link, rate: float = 40.0, back: float = 40.0, ping_us: float = 20.0, fault: str = "") -> Speed:
+    return Speed(link, ping_us, rate, back, fault)
 
 
 LINKS = [Link(BETWEEN, 0, 2), Link(BETWEEN, 1, 3), Link(BETWEEN, 0, 4)]
@@ -98,7 +104,7 @@ LINKS = [Link(BETWEEN, 0, 2), Link(BETWEEN, 1, 3), Link(BETWEEN, 0, 4)]
         (measured(LINKS[1], fault="2 of 8 bytes came wrong"), "2 of 8 bytes came wrong"),
     ],
 )
-def test_outliers_among_links(bad: Measured, fault: str) -> None:
+def test_outliers_among_links(bad: Speed, fault: str) -> None:
     """By bits, rate and ping, beside links of the same kind alone: those inside nodes are ten times as fast."""
     inside = [measured(Link(INSIDE, low, low + 1), rate=400, back=400) for low in range(4)]
     found = verdicts([measured(LINKS[0]), bad, measured(LINKS[2]), *inside], "cuda")
@@ -120,7 +126,7 @@ def test_turns_of_a_link() -> None:
         {(link, 0): Sample(30, 5), (link, 2): Sample(None, 6)},
         {(link, 0): Sample(20, 9), (link, 2): Sample(None, 8)},
     )
-    assert sum_up([slow, fast]) == [Measured(link, 20, 9, 8, "")]
+    assert sum_up([slow, fast]) == [Speed(link, 20, 9, 8, "")]
     wrong = {(link, 0): Sample(30, 5), (link, 2): Sample(None, 6, "3 bytes came wrong")}
     assert sum_up([wrong, fast])[0].fault == "3 bytes came wrong"
     assert sum_up([slow, {(link, 0): Sample(20, 9)}])[0].fault == "rank 2 has no result"
@@ -131,12 +137,12 @@ def test_slow_rails_are_named() -> None:
     """All rails busy at once, one has a NIC at half the rate; a rank with wrong bits is named with its rail."""
     times = [[10.0], [10.0], [10.0], [30.0], [10.0], [10.0]]
     exchange = Exchange(BETWEEN, 1000, 1, times, [""] * 6)
-    rails = [(0, 3), (1, 4), (2, 5)]
-    found = list(parts.judged(rails, "rail", [exchange]))
+    teams = [(0, 3), (1, 4), (2, 5)]
+    found = list(rails.judged(teams, "rail", [exchange]))
     assert [each.passed for each in found] == [False, True, True]
     assert (found[0].what, found[0].details) == ("rail 0, ranks 0, 3", "0.0333 GB/s, while the median rail has 0.1")
     wrong = Exchange(BETWEEN, 1000, 1, [[10.0]] * 6, ["", "", "", "", "", "4 bytes from rank 2 came wrong to rank 5"])
-    found = list(parts.judged(rails, "rail", [wrong, Exchange(BETWEEN, 1000, 1, [[10.0]] * 6, [""] * 6)]))
+    found = list(rails.judged(teams, "rail", [wrong, Exchange(BETWEEN, 1000, 1, [[10.0]] * 6, [""] * 6)]))
     assert [each.passed for each in found] == [True, True, False]
     assert "from rank 2 came wrong to rank 5" in found[2].details
 
@@ -225,7 +231,7 @@ def test_constants_are_read_back(tmp_path: Path) -> None:
     file = tmp_path / "constants.json"
     good = [Finding("topology", "nodes", "nodes", True)]
     console = Console(file=io.StringIO(), width=120)
-    assert run.show(console, Report([], "2 nodes", "gloo", good, points), 4, "cpu", run.Files(None, file), [])
+    assert run.show(Run(console, 4, "cpu", []), Report([], "2 nodes", "gloo", good, points), file)
     assert read_constants(file).low_latency == found.low_latency
     done = CliRunner().invoke(app.app, ["plan", "--nodes", "2", "--constants", str(file)])
     assert done.exit_code == 0
@@ -236,7 +242,7 @@ def test_constants_of_a_bad_network_are_not_written(tmp_path: Path) -> None:
     file, console = tmp_path / "constants.json", Console(file=io.StringIO(), width=120)
     points = Points([(1, 1.0), (2, 2.0)], [(1, 1.0), (2, 2.0)], [], 1.0, 1.0, 2, 1)
     bad = Report([], "n", "gloo", [Finding("topology", "n", "n", False)], points)
-    assert not run.show(console, bad, 4, "cpu", run.Files(None, file), [])
+    assert not run.show(Run(console, 4, "cpu", []), bad, file)
     assert not file.exists()
 
 
@@ -367,21 +373,21 @@ def test_a_failure_is_shown_with_both_ends() -> None:
     """Among many links, of which a table shows the worst; those that passed share a line."""
     many = [link_finding(low, 10.0 + low) for low in range(40)]
     many[30] = link_finding(30, 99.0, passed=False)
-    shown = printed(report.summary(many), report.links(many))
+    shown = printed(findings.summary(many), findings.links(many))
     assert re.search(r"between nodes: node 0 rank 30 <-> node 1 rank 130 +│ FAIL │ 2 of 8 bytes came wrong", shown)
     assert re.search(r"links +│ between nodes +│ PASS │ 39", shown)
     assert "16 of 40, the worst" in shown
     listed = re.findall(r"│ between nodes │ node 0 rank (\d+)", shown)
     assert listed == ["30", *map(str, range(15))]
-    assert not report.passed(many)
-    assert report.passed(many[:30])
-    assert not report.passed([])
+    assert not findings.passed(many)
+    assert findings.passed(many[:30])
+    assert not findings.passed([])
 
 
 def test_notes() -> None:
     """What a table cannot say: nothing between nodes, nothing to compare with."""
-    assert any("nothing between nodes" in note for note in report.notes([], several_nodes=False))
-    (note,) = report.notes([link_finding(0, 1.0)], several_nodes=True)
+    assert any("nothing between nodes" in note for note in findings.notes([], several_nodes=False))
+    (note,) = findings.notes([link_finding(0, 1.0)], several_nodes=True)
     assert note == "There is one link between nodes, so its speed has nothing to be compared with."
 
 
@@ -417,8 +423,8 @@ def test_the_command_on_two_nodes(
 
     file = tmp_path / "found.json"
     options = Options(ranks_per_node=2, rounds=3, large_bytes=1 << 14)
-    with borrowed(run, pools):
-        passed = run.run_on_own_ranks(console(), 4, "cpu", options, run.Files(file), ["check-network"])
+    with borrowed(setup, pools):
+        passed = run.run_on_own_ranks(Run(console(), 4, "cpu", ["check-network"], file), options)
     content = json.loads(file.read_text())
     assert passed == content["setup"]["passed"] == all(row["passed"] for row in content["rows"])
     assert all(row["passed"] or speed_alone(row) for row in content["rows"]), content["rows"]
@@ -446,9 +452,9 @@ def tampered(context: RankContext) -> list[Finding]:
         return drawn + 1 if (sender, receiver) == (3, 1) else drawn
 
     ranks = RankGroup(context.group, device=context.device)
-    few = mock.patch.multiple(parts, LINK_TURNS=1, MORE_TURNS=1)
+    few = mock.patch.multiple(links, LINK_TURNS=1, MORE_TURNS=1)
     with few, mock.patch.object(links, "pattern", bad if context.rank == 3 else pattern):
-        found = parts.check_links(Wire(ranks), TWO_BY_TWO, large_bytes=1 << 10)
+        found = links.check_links(Wire(ranks), TWO_BY_TWO, large_bytes=1 << 10)
     ranks.close()
     return found
 
@@ -467,10 +473,10 @@ def nodes_of_unequal_size(context: RankContext) -> Any:
 
 
 def on_rank_check(context: RankContext, ranks_per_node: int | None = None) -> Any:
-    from tokenloom.bench.network.on_rank import check_on_rank
+    from tokenloom.bench.network.check import check_on_rank
 
     with mock.patch.multiple(
-        "tokenloom.bench.network.on_rank",
+        "tokenloom.bench.network.check",
         check_bits=lambda *arguments: {("bits", "none"): Seen(1)},
         check_order=lambda *arguments: [],
         check_links=lambda *arguments: [],
@@ -499,7 +505,7 @@ def one_is_away(context: RankContext) -> tuple[str, float]:
     began = time.monotonic()
     try:
         with mock.patch.object(links.Meter, "_measure", sleep if context.rank == 3 else links.Meter._measure):
-            parts.check_links(Wire(ranks), TWO_BY_TWO, large_bytes=1 << 10)
+            links.check_links(Wire(ranks), TWO_BY_TWO, large_bytes=1 << 10)
     except PeerTimeout as error:
         return str(error), time.monotonic() - began
     finally:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from tests.bench.test_network import speed_alone
-from tokenloom.bench.network import launched, run
-from tokenloom.bench.network.on_rank import Options
+from tokenloom.bench.network import run
+from tokenloom.bench.network.check import Options
+from tokenloom.bench.setup import Run
 from tokenloom.cli import app
 from tokenloom.errors import InvalidArgument
 from tokenloom.tune.network.constants import read_constants
@@ -26,37 +27,20 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "option"),
-    [
-        (["--ranks", "1"], "--ranks"),
-        (["--ranks", "4", "--ranks-per-node", "3"], "--ranks-per-node"),
-        (["--timeout-s", "0"], "--timeout-s"),
-        (["--constants", "/no/such/folder/constants.json"], "--constants"),
-        (["--seed", str(2**64)], "--seed"),
-    ],
-)
-def test_bad_options_are_named(arguments: list[str], option: str) -> None:
-    """Before anything starts."""
-    done = CliRunner().invoke(app.app, ["check-network", "--device", "cpu", *arguments])
-    assert done.exit_code == 2
-    assert option in done.output
-
-
 @pytest.mark.parametrize("passed", [True, False])
 def test_the_exit_code_is_the_verdict(monkeypatch: pytest.MonkeyPatch, passed: bool) -> None:
     """For scripts that start a job only on a good network."""
     given: list[Any] = []
 
-    def run_on_own_ranks(console: Any, *arguments: Any) -> bool:
-        given.extend(arguments[:-1])
+    def run_on_own_ranks(run: Run, *arguments: Any) -> bool:
+        given.extend((run.num_ranks, run.device, *arguments))
         return passed
 
     monkeypatch.setattr(run, "run_on_own_ranks", run_on_own_ranks)
     arguments = ["--device", "cpu", "--ranks", "4", "--ranks-per-node", "2", "--timeout-s", "7", "--seed", "5"]
     done = CliRunner().invoke(app.app, ["check-network", *arguments])
     assert done.exit_code == (0 if passed else 1)
-    assert given == [4, "cpu", Options(2, 7.0, 30, 5), run.Files()]
+    assert given == [4, "cpu", Options(2, 7.0, 30, 5), None]
 
 
 def test_torchrun_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,11 +53,11 @@ def test_torchrun_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for place, device in ((0, torch.device("cuda", 0)), (1, torch.device("cuda", 1))):
         monkeypatch.setenv("LOCAL_RANK", str(place))
-        assert launched.local_device(None) == device
+        assert run.local_device(None) == device
     monkeypatch.setenv("LOCAL_RANK", "2")
-    assert launched.local_device("cpu") == CPU
+    assert run.local_device("cpu") == CPU
     with pytest.raises(InvalidArgument, match="there are 3 processes or more on this host, expected at most 2"):
-        launched.local_device(None)
+        run.local_device(None)
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from tokenloom.backends import registry
 from tokenloom.backends.network.backend import NetworkBackend
 from tokenloom.backends.network.registration import make_inside
 from tokenloom.backends.registration import Availability, Registration
-from tokenloom.bench.network.on_rank import Options, check_on_rank
-from tokenloom.bench.network.problems import PAYLOADS
+from tokenloom.bench.network.bits import PAYLOADS
+from tokenloom.bench.network.check import Options, check_on_rank
 from tokenloom.plan import LAYOUTS
 from tokenloom.runtime.processes import RankContext
 
@@ -39,8 +39,8 @@ def with_gin(context: RankContext) -> Any:
     others = [each for each in registry._registered if each.name != "gin"]
     with (
         mock.patch.object(registry, "_registered", [*others, able]),
-        mock.patch("tokenloom.bench.network.on_rank.check_links", return_value=[]),
-        mock.patch("tokenloom.bench.network.on_rank.check_rails", return_value=([], None)),
+        mock.patch("tokenloom.bench.network.check.check_links", return_value=[]),
+        mock.patch("tokenloom.bench.network.check.check_rails", return_value=([], None)),
     ):
         return check_on_rank(context, Options(ranks_per_node=2, rounds=3))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.bench.common import setup
+from tokenloom.bench import setup
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")

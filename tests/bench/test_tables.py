@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tokenloom.bench.common.tables import Fitted, counted, say
+from tokenloom.bench.tables import Fitted, counted, say
 
 WORDS = "every good table tells all it has"
 

@@ -19,14 +19,18 @@ from tests.bench.test_train_report import OPTIONS, shown
 from tests.cli.borrowed import borrowed
 from tests.conftest import Ranks
 from tests.tune.test_tune import like_a_communicator
-from tokenloom.bench.common import timing
+from tokenloom.bench import clock, legends, setup, train
+from tokenloom.bench.differences import Difference, total
 from tokenloom.bench.rivals.torch_layer import torch_experts, torch_layer
-from tokenloom.bench.train import check, measure, run
-from tokenloom.bench.train.check import TENSORS, Difference, total
-from tokenloom.bench.train.measure import WARM_UP_STEPS, Contestant
-from tokenloom.bench.train.report import Report
-from tokenloom.bench.train.rows import LOCAL, ONE, OURS, PASSES, Measured
-from tokenloom.bench.train.work import TrainShape, Weights, make_problem
+from tokenloom.bench.train import LOCAL, ONE, OURS, PASSES, Layer, Report, TrainFound
+from tokenloom.bench.train_work import (
+    LIMITS,
+    TENSORS,
+    TrainShape,
+    Weights,
+    compare_with_reference,
+    make_problem,
+)
 from tokenloom.cli import app
 from tokenloom.cli.terminal import FAILED
 from tokenloom.ops.expert_gemms import _GroupedGemms
@@ -52,10 +56,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def quickly(context: RankContext, *arguments: Any) -> Measured:
+def quickly(context: RankContext, *arguments: Any) -> TrainFound:
     """What a rank does, without warm-up: no test looks at how long anything takes."""
-    with mock.patch.object(measure, "WARM_UP_STEPS", 0):
-        return measure.measure_on_rank(context, *arguments)
+    with mock.patch.object(train, "WARM_UP_STEPS", 0):
+        return train.measure_on_rank(context, *arguments)
 
 
 def test_the_command(folder: Path, tmp_path: Path, pools: Callable[[str], RankPool]) -> None:
@@ -64,7 +68,7 @@ def test_the_command(folder: Path, tmp_path: Path, pools: Callable[[str], RankPo
     setting = choices.setting_of(like_a_communicator(SHAPE.plan(2), "cpu"), SHAPE.intermediate, torch.bfloat16)
     choices.keep(setting, tl.Strategy("all_gather", "dedup"))
     file = tmp_path / "rows.json"
-    with borrowed(run, pools, quickly):
+    with borrowed(setup, pools, quickly):
         done = CliRunner().invoke(app.app, [*COMMAND, *THIEK, "--json", str(file)])
     assert done.exit_code == 0, done.output
     assert re.findall(r"^-- ([a-z ]+)", done.output, re.M) == SECTIONS
@@ -90,7 +94,7 @@ def test_the_command(folder: Path, tmp_path: Path, pools: Callable[[str], RankPo
     assert set(forward["exposed_ms"]) == {"local", "one"}
     assert found["setup"]["command"].startswith("tokenloom")
     assert any("so they agree" in note for note in found["notes"])
-    why_slower = run.EQUALITY_NOTE.format(backend="collective")
+    why_slower = legends.TRAIN_EQUALITY.format(backend="collective")
     assert why_slower in found["notes"]
     assert why_slower in shown, "whoever sees a ratio below 1 on a CPU reads why"
     assert not any(re.search(r"[\[_]", row["tensor"]) for row in found["rows"] if "/saved/" in row["name"])
@@ -100,14 +104,14 @@ def test_the_command(folder: Path, tmp_path: Path, pools: Callable[[str], RankPo
 def test_both_ways_to_say_the_sizes(sizes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """T of the short form is the tokens of all ranks, --tokens those of every rank, as in all other commands."""
     given: list[Any] = []
-    monkeypatch.setattr(run, "run_train", lambda console, *arguments, **options: given.append(arguments) or True)
+    monkeypatch.setattr(train, "run_train", lambda *arguments: given.append(arguments) or True)
     done = CliRunner().invoke(app.app, [*COMMAND, *sizes, "--dtype", "fp32"])
     assert done.exit_code == 0, done.output
-    ((num_ranks, device, shape, options),) = given
-    assert (num_ranks, device, shape, options.dtype) == (2, "cpu", SHAPE, "fp32")
+    ((run, shape, options),) = given
+    assert (run.num_ranks, run.device, shape, options.dtype) == (2, "cpu", SHAPE, "fp32")
 
 
-def measure_with(context: RankContext, changes: dict[str, Any], shape: TrainShape = SHAPE) -> Measured:
+def measure_with(context: RankContext, changes: dict[str, Any], shape: TrainShape = SHAPE) -> TrainFound:
     return quickly(context, shape, replace(OPTIONS, **changes))
 
 
@@ -124,7 +128,7 @@ def test_all_agree(ranks: Ranks, changes: dict[str, Any]) -> None:
     far below the limits, so the limits do not hide faults. Everybody has a sample of every pass and iteration."""
     found = ranks.run(measure_with, changes)
     report = Report(SHAPE, replace(OPTIONS, **changes), found)
-    limit = check.LIMITS[changes.get("dtype", "bf16")]
+    limit = LIMITS[changes.get("dtype", "bf16")]
     assert report.passed
     assert all(row.relative < limit / 2 for row in report.checks)
     assert any("so they agree" in note for note in report.notes)
@@ -133,8 +137,8 @@ def test_all_agree(ranks: Ranks, changes: dict[str, Any]) -> None:
         ("hand", changes["strategy"]) if "strategy" in changes else ("default", tl.Strategy())
     )
     whose = [OURS, report.rival, LOCAL, ONE]
-    assert list(found[0].samples) == whose
-    assert all(len(each.samples[who][what]) == 3 for each in found for who in whose for what in PASSES)
+    assert list(found[0].layers) == whose
+    assert all(len(each.layers[who].samples[what]) == 3 for each in found for who in whose for what in PASSES)
     kept = {each.name for each in found[0].saved}
     assert ("RoutedExperts: rows" in kept) != bool(changes.get("redispatch_in_backward"))
 
@@ -153,7 +157,7 @@ def break_each(context: RankContext) -> dict[str, dict[str, Difference]]:
     weights = Weights(router.requires_grad_(), (w1[own].clone().requires_grad_(), w2[own].clone().requires_grad_()))
     problem = make_problem(96, weights, 3, seed=context.rank)
     ranks = RankGroup(group, device=context.device)
-    right = Contestant(lambda: torch_layer(problem.x, weights, 3, torch_experts, ranks), problem.gradients).results()
+    right = Layer(lambda: torch_layer(problem.x, weights, 3, torch_experts, ranks), problem.gradients).results()
     found = {}
     for fault in ("none", *TENSORS, "a lost token", "not a number"):
         got = [each.clone() for each in right]
@@ -163,7 +167,7 @@ def break_each(context: RankContext) -> dict[str, dict[str, Difference]]:
             got[0][5] = 0
         if fault == "not a number" and context.rank == 0:
             got[1][0, 0] = torch.nan
-        found[fault] = check.compare_with_reference(context, problem, 3, tuple(got))
+        found[fault] = compare_with_reference(context, problem, 3, tuple(got))
     return found
 
 
@@ -177,7 +181,7 @@ def test_every_fault_is_found(ranks: Ranks) -> None:
         assert [name for name in TENSORS if not totals[name].within(2**-6)] == names, fault
 
 
-def measure_with_wrong_dw1(context: RankContext, *arguments: Any) -> Measured:
+def measure_with_wrong_dw1(context: RankContext, *arguments: Any) -> TrainFound:
     """The layer's gradients of gates and ups are 5% too large; the width of their GEMM tells them from others."""
     real = _GroupedGemms.weight_gradient
 
@@ -203,7 +207,7 @@ def test_a_pool_too_small_says_what_would_do() -> None:
 def test_a_wrong_gradient_fails_the_command(folder: Path, pools: Callable[[str], RankPool]) -> None:
     """The exit status is 1, the tensor named. Without the check the run ends well, and says that it has none."""
     command = [*COMMAND, *THIEK]
-    with borrowed(run, pools, measure_with_wrong_dw1):
+    with borrowed(setup, pools, measure_with_wrong_dw1):
         wrong = CliRunner().invoke(app.app, command)
         unchecked = CliRunner().invoke(app.app, [*command, "--no-check", "--no-overlap"])
     assert wrong.exit_code == FAILED
@@ -216,8 +220,8 @@ def test_a_wrong_gradient_fails_the_command(folder: Path, pools: Callable[[str],
     assert "PASS" not in unchecked.output
 
 
-def measure_without_memory(context: RankContext, shape: TrainShape) -> Measured:
-    with mock.patch.object(measure, "free_bytes", return_value=100_000):
+def measure_without_memory(context: RankContext, shape: TrainShape) -> TrainFound:
+    with mock.patch.object(train, "free_bytes", return_value=100_000):
         return measure_with(context, {"check": False}, shape)
 
 
@@ -238,31 +242,17 @@ def test_baselines_that_cannot_be(ranks: Ranks) -> None:
     assert report.checks == []
 
 
-def turns(context: RankContext) -> list[str]:
-    order: list[str] = []
+def test_a_step_is_three_passes() -> None:
+    """A forward without gradients, one with them, and the backward of its output; behind other work of the GPU."""
+    order: list[Any] = []
 
-    def contestant(who: str) -> Contestant:
-        return Contestant(lambda: who, lambda out: order.append(out))
-
-    def one_call(context: RankContext, call: Any, queued: bool) -> float:
+    def one_call(context: Any, call: Any, queued: bool) -> float:
         assert queued
-        grad = torch.is_grad_enabled()
         call()
-        order.append(f"grad {grad}")
-        return 1.0
+        return float(len(order))
 
-    contestants = {who: contestant(who) for who in "ab"}
-    with mock.patch.object(timing, "one_call", one_call):
-        measure.take_turns(context, contestants, 4, lambda what: None)
-    assert all(len(times) == 4 for each in contestants.values() for times in each.samples.values())
-    return order
-
-
-def test_everybody_takes_turns(ranks: Ranks) -> None:
-    """Three rounds, in which everybody has a warm-up; a step is a forward without gradients, one with them, and the
-    backward of its output."""
-    steps = [WARM_UP_STEPS + count for count in timing.shares(4)]
-    expected = [who for count in steps for who in "ab" for _ in range(count)]
-    order = ranks.run(turns)[0]
-    assert order[2::4] == expected
-    assert (order[0::4], order[1::4]) == (["grad False"] * len(expected), ["grad True"] * len(expected))
+    layer = Layer(lambda: order.append(torch.is_grad_enabled()) or "out", order.append)
+    with mock.patch.object(clock, "one_call", one_call):
+        sample = layer.step(None)  # type: ignore[arg-type]
+    assert order == [False, True, "out"]
+    assert sample == {"inference": 1.0, "forward": 2.0, "backward": 3.0}

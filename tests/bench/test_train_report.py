@@ -5,24 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
 import tokenloom as tl
-from tokenloom.bench.common.tables import Fitted
+from tokenloom.bench import train
+from tokenloom.bench.differences import Difference, compare, total
+from tokenloom.bench.harness import Measured
 from tokenloom.bench.rivals.torch_layer import own_experts, torch_experts, torch_layer
-from tokenloom.bench.train import check, measure
-from tokenloom.bench.train.check import TENSORS, Difference, compare, total
-from tokenloom.bench.train.measure import Contestant
-from tokenloom.bench.train.report import Report
-from tokenloom.bench.train.rows import LOCAL, ONE, OURS, PASSES, Measured
-from tokenloom.bench.train.work import TrainOptions, TrainShape, Weights, make_problem
-from tokenloom.cli import app
-from tokenloom.runtime.processes import RankPool
+from tokenloom.bench.tables import Fitted
+from tokenloom.bench.train import LOCAL, ONE, OURS, PASSES, Layer, Report, TrainFound
+from tokenloom.bench.train_work import TENSORS, TrainOptions, TrainShape, Weights, choose, make_problem
 from tokenloom.training.saved_activations import SavedTensor
 from tokenloom.tune.samples import draw_topk_ids
 
@@ -36,10 +31,10 @@ def test_skewed_tokens_go_where_they_are_drawn_to() -> None:
     weights = Weights(router, (w1, w2))
     weights.router.mul_(0.1)
     problem = make_problem(500, weights, 3, skew=1.2, seed=5)
-    _, ids = check.choose(problem, 3)
+    _, ids = choose(problem, 3)
     drawn = draw_topk_ids(5, 500, 16, 3, 1.2)
     assert ids.sort().values.tolist() == drawn.sort().values.tolist()
-    even = check.choose(make_problem(500, weights, 3, seed=5), 3)[1].flatten().bincount(minlength=16)
+    even = choose(make_problem(500, weights, 3, seed=5), 3)[1].flatten().bincount(minlength=16)
     assert even.max() < 2.5 * 500 * 3 / 16
 
 
@@ -49,7 +44,7 @@ def test_both_kinds_of_experts_are_the_same() -> None:
     weights = Weights(router, (w1, w2))
     problem = make_problem(40, weights, 3)
     results = [
-        Contestant(lambda kind=kind: torch_layer(problem.x, weights, 3, kind), problem.gradients).results()
+        Layer(lambda kind=kind: torch_layer(problem.x, weights, 3, kind), problem.gradients).results()
         for kind in (torch_experts, own_experts)
     ]
     for name, ours, theirs in zip(TENSORS, *results, strict=True):
@@ -61,7 +56,7 @@ def test_differences_by_hand() -> None:
     got, ref = torch.tensor([[3.0, 4.0], [0.0, -2.0]]), torch.tensor([[0.0, 4.0], [0.0, -6.0]])
     found = compare(got.bfloat16(), ref)
     assert found == total([compare(got[:1], ref[:1]), compare(got[1:], ref[1:]), compare(got[:0], ref[:0])])
-    assert found == Difference(6.0, 10.0, 4, 4.0, 25.0, 52.0)
+    assert found == Difference(6.0, 10.0, 4, 4.0, 7.0, 25.0, 52.0)
     assert (found.mean_ref, found.relative) == (2.5, pytest.approx((25 / 52) ** 0.5))
     zeros = torch.zeros(3)
     assert compare(zeros, zeros).within(0.0)
@@ -73,19 +68,19 @@ def test_differences_by_hand() -> None:
         assert not total(parts).within(1e9)
 
 
-def made_up(rank: int, rival_off: float = 0.0) -> Measured:
+def made_up(rank: int, rival_off: float = 0.0) -> TrainFound:
     """Ours takes 10, 20 and 30 ms on rank 0, twice that on rank 1; others are faster or slower by a factor."""
     factors = {OURS: 1.0, "nccl": 1.5, LOCAL: 0.9, ONE: 1.6 if rank == 0 else 0.0}
-    samples = {
-        who: {what: [(1 + rank) * factor * 1e4 * (1 + i)] * 3 for i, what in enumerate(PASSES)}
+    layers = {
+        who: Measured({what: [(1 + rank) * factor * 1e4 * (1 + i)] * 3 for i, what in enumerate(PASSES)})
         for who, factor in factors.items()
     }
-    right = dict.fromkeys(TENSORS, Difference(1.0, 1.0, 2, 0.0, 0.0, 1.0))
-    rival = right | {"dx": Difference(1.0, 1.0, 2, 0.0, rival_off, 1.0)}
+    right = dict.fromkeys(TENSORS, Difference(1.0, 1.0, 2, squares_ref=1.0))
+    rival = right | {"dx": Difference(1.0, 1.0, 2, squares_diff=rival_off, squares_ref=1.0)}
     saved = [SavedTensor("big", (4, 4), torch.bfloat16, 1000 + rank)]
     saved += [SavedTensor("routing", (each,), torch.int32, 4 * each) for each in (3, 2)]
     saved.append(SavedTensor("small", (1,), torch.int32, 4))
-    return Measured("nvlink", tl.Strategy(), "default", 100 + rank, right, rival, saved, samples, {})
+    return TrainFound("nvlink", tl.Strategy(), "default", 100 + rank, right, rival, saved, layers)
 
 
 def shown(*tables: Any, width: int = 120) -> str:
@@ -135,8 +130,8 @@ def test_a_rival_that_computes_something_else_is_told(off: float, said: str) -> 
 
 def test_tables_fit() -> None:
     """120 columns are enough for the largest numbers that one would wait for."""
-    times = {what: [123_456_789.0] * 3 for what in PASSES}
-    measured = [replace(made_up(0), samples=dict.fromkeys((OURS, "nccl", LOCAL, ONE), times))] * 8
+    times = Measured({what: [123_456_789.0] * 3 for what in PASSES})
+    measured = [replace(made_up(0), layers=dict.fromkeys((OURS, "nccl", LOCAL, ONE), times))] * 8
     report = Report(TrainShape(131072, 7168, 2048, 256, 8), OPTIONS, measured)
     tables = (report.times_table([OURS, "nccl", LOCAL, ONE]), report.exposed_table(), report.check_table())
     text = shown(*tables)
@@ -149,47 +144,12 @@ def test_tables_fit() -> None:
     assert all(word in text for word in ("this layer", "nccl rival", "local", "one rank, all tokens", "scaling"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--thiek", "96,32,24,16"], 2, "expected five whole numbers above 0, T,H,I,E,K"),
-        (["--thiek", "96,32,24,16,3,1"], 2, "--thiek"),
-        (["--thiek", "96,32,24,16,many"], 2, "--thiek"),
-        (["--thiek", "96,32,0,16,3"], 2, "--thiek"),
-        (
-            ["--thiek", "97,32,24,16,3"],
-            2,
-            "97 tokens, those of all ranks, expected a multiple of the 2 ranks; pass 98",
-        ),
-        (["--thiek", "96,32,24,15,3"], 2, "--num-experts is 15, expected a multiple of the 2 ranks"),
-        (["--thiek", "96,32,24,2,3"], 2, "--top-k is 3, expected at most 2"),
-        (["--thiek", "96,8,24,24,3", "--skew", "1"], 2, "--hidden is 8, expected at least 24"),
-        (["--thiek", "96,32,24,24,3", "--dtype", "fp16"], 2, "--dtype"),
-        (["--thiek", "96,32,24,24,3", "--strategy", "dedup"], 2, "expected two names, such as dedup,dedup"),
-        (["--thiek", "96,32,24,24,3", "--strategy", "dedup,pigeon"], 2, "strategy of combine is 'pigeon'"),
-        (["--thiek", "96,32,24,24,3", "--pool-rows", "0"], 2, "--pool-rows"),
-        (["--thiek", "96,32,24,24,3", "--json", "/no/such/folder/rows.json"], 2, "--json"),
-        ([], 2, "missing, expected all five sizes"),
-        (["--tokens", "96", "--hidden", "32", "--top-k", "3"], 2, "--intermediate, --num-experts"),
-        (["--thiek", "96,32,24,24,3", "--hidden", "64", "--top-k", "3"], 2, "leave out --hidden, --top-k"),
-        (["--tokens", "0", "--hidden", "32"], 2, "--tokens"),
-    ],
-)
-def test_bad_options_start_nothing(arguments: list[str], code: int, said: str) -> None:
-    """A message names what is wrong; there is no traceback, and no process is started."""
-    with mock.patch.object(RankPool, "start", side_effect=AssertionError("ranks were started")):
-        done = CliRunner().invoke(app.app, ["bench", "train", "--device", "cpu", "--ranks", "2", *arguments])
-    assert done.exit_code == code
-    assert isinstance(done.exception, SystemExit)
-    assert said in " ".join(done.output.replace("│", " ").split())
-
-
 def test_what_all_of_it_takes_on_one_rank() -> None:
     """More than what is kept for backward, and weights with their gradients, but within a small factor of it: 131072
     tokens of the usual layer fit one GPU of 141 GB."""
     shape = TrainShape(131072, 4096, 1536, 128, 8)
     weights = 2 * 128 * 3 * 4096 * 1536 * 2
     least = shape.kept_bytes(131072, torch.bfloat16) + weights
-    assert 2 * least < measure.bytes_on_one(shape, torch.bfloat16) < 5 * least
-    assert measure.bytes_on_one(shape, torch.bfloat16) < 110e9
-    assert measure.free_bytes(torch.device("cpu")) > 1e6
+    assert 2 * least < train.bytes_on_one(shape, torch.bfloat16) < 5 * least
+    assert train.bytes_on_one(shape, torch.bfloat16) < 110e9
+    assert train.free_bytes(torch.device("cpu")) > 1e6

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "tokenloom"]
 LIMIT_S = 120.0
 INTERRUPT_LIMIT_S = 15.0
-SMALL = ModelSize(num_experts=8, sequences=16, num_blocks=1, context=32)
+SMALL = ModelSize(layers=1, context=32)
 
 
 def test_help_lists_the_commands() -> None:

@@ -19,7 +19,7 @@ import typer
 from typer.testing import CliRunner
 
 from tokenloom.backends import registry
-from tokenloom.bench.comm import series
+from tokenloom.bench import comm_work
 from tokenloom.bench.network import run as check_run
 from tokenloom.cli import app, terminal, usage
 from tokenloom.cli.terminal import FAILED, MISUSED
@@ -194,14 +194,14 @@ def test_flags_have_no_type(words: str, flag: str) -> None:
 def test_bench_comm_names_everybody() -> None:
     """All backends of a communicator, in the help and where a name is unknown."""
     who = [*registry.names(), "deep_ep"]
-    assert series.names() == who
+    assert comm_work.names() == who
     shown = CliRunner().invoke(app.app, ["bench", "comm", "--help"], env={"COLUMNS": "200"}).stdout
     about = " ".join(shown.partition("--backends")[2].partition("--num-sms")[0].split())
     assert all(name in about for name in who)
     done = CliRunner().invoke(app.app, ["bench", "comm", "--backends", "mpi"])
     assert f"--backends is 'mpi', expected one of {', '.join(who)}" in done.stderr
     usual = about.partition("Default: those of ")[2]
-    assert [name in usual for name in who] == [name in series.usual() for name in who]
+    assert [name in usual for name in who] == [name in comm_work.usual() for name in who]
 
 
 # -- width --------------------------------------------------------------------------------------------------------
@@ -219,6 +219,6 @@ def test_width_where_there_is_no_terminal(columns: str | None, width: int, monke
 def test_an_error_of_ours_keeps_its_cure() -> None:
     """Only an error that has none is told with the help."""
     for text, whole in (("a is 1; pass 2", "a is 1; pass 2"), ("a is 1", "a is 1; see tokenloom plan --help")):
-        with mock.patch("tokenloom.bench.plan.run.run_plan", side_effect=InvalidArgument(text)):
+        with mock.patch("tokenloom.bench.plan.run_plan", side_effect=InvalidArgument(text)):
             done = CliRunner().invoke(app.app, ["plan"], prog_name="tokenloom")
         assert (done.exit_code, done.stderr) == (MISUSED, f"tokenloom: {whole}\n")

@@ -15,8 +15,9 @@ import torch
 from tests.conftest import Ranks
 from tokenloom.backends.collective import PreparedCombineByCollective
 from tokenloom.backends.seam import Pending
+from tokenloom.bench.differences import Difference
 from tokenloom.demo import check, train
-from tokenloom.demo.compare import Difference, compare, merge
+from tokenloom.demo.check import Compared, compare_pairs, merge
 from tokenloom.demo.model import ModelSize
 from tokenloom.demo.run import compare_runs
 from tokenloom.demo.text import Batches, read_standard_library
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.slow_on(4)
 
 NAN = torch.tensor([math.nan])
 ZERO, ONE = torch.zeros(1), torch.ones(1)
-TINY = ModelSize(num_experts=8, sequences=8, hidden=32, intermediate=32, num_blocks=1, context=16)
+TINY = ModelSize(hidden=32, intermediate=32, layers=1, context=16)
+SEQUENCES = 8
 
 
 @pytest.mark.parametrize(
@@ -45,23 +47,25 @@ TINY = ModelSize(num_experts=8, sequences=8, hidden=32, intermediate=32, num_blo
     ],
 )
 def test_what_passes_a_comparison(pairs: Any, passes: bool) -> None:
-    assert compare("", pairs).passed is passes
+    assert compare_pairs("", pairs).passed is passes
 
 
 def test_tolerance() -> None:
     """The tolerance is the largest difference that passes."""
     pair = (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
-    assert compare("", [pair], tolerance=0.5).passed
-    assert not compare("", [pair], tolerance=0.49).passed
-    assert compare("", [pair]).mean == 0.25
+    assert compare_pairs("", [pair], tolerance=0.5).passed
+    assert not compare_pairs("", [pair], tolerance=0.49).passed
+    assert compare_pairs("", [pair]).difference.mean_diff == 0.25
 
 
 def test_merging_ranks_keeps_the_worst() -> None:
     """One failing rank, or one NaN, decides. A rank without tokens has nothing to compare and fails nobody."""
-    fine, bad, lost = (Difference("x", 2, largest, 1.0, 0.5) for largest in (0.1, 0.7, math.nan))
-    empty = Difference("x", 0, 0.0, 0.0, 0.5)
-    assert merge([[fine], [empty]]) == [Difference("x", 2, 0.1, 1.0, 0.5)]
-    assert merge([[fine], [bad]])[0].largest == 0.7
+    fine, bad, lost = (
+        Compared("x", Difference(count=2, max_diff=largest, sum_diff=1.0), 0.5) for largest in (0.1, 0.7, math.nan)
+    )
+    empty = Compared("x", Difference(), 0.5)
+    assert merge([[fine], [empty]]) == [fine]
+    assert merge([[fine], [bad]])[0].difference.max_diff == 0.7
     assert not merge([[lost], [fine]])[0].passed
     assert not merge([[fine], [lost]])[0].passed
 
@@ -78,7 +82,7 @@ class SlightlyWrong:
         return out
 
 
-def check_with_a_wrong_combine(context: RankContext) -> list[Difference]:
+def check_with_a_wrong_combine(context: RankContext) -> list[Compared]:
     """Check while every combine of rank 0 is slightly wrong."""
     real = PreparedCombineByCollective.send
 
@@ -94,7 +98,7 @@ def test_the_check_sees_a_wrong_value(ranks: Ranks) -> None:
     """Everything passes as it is. With one value of combine off by 1%, the combines and the layer fail."""
     right = merge([result[1] for result in ranks.run(check.check_on_rank, 8, 0)])
     assert [difference.what for difference in right if not difference.passed] == []
-    assert [difference.largest for difference in right[:-1]] == [0.0] * 6
+    assert [each.difference.max_diff for each in right[:-1]] == [0.0] * 6
     wrong = merge(ranks.run(check_with_a_wrong_combine))
     failed = [difference.what for difference in wrong if not difference.passed]
     assert failed == ["combine, token", "combine, expert", "combine, rank", "layer"]
@@ -102,17 +106,15 @@ def test_the_check_sees_a_wrong_value(ranks: Ranks) -> None:
 
 def train_without_reducing(context: RankContext, text: bytes) -> train.Trained:
     """Make the commonest mistake: replicated parameters keep each rank's own gradient."""
-
-    def own(trainer: train.Trainer, loss: torch.Tensor) -> torch.Tensor:
-        return loss
-
-    with mock.patch.object(train.Trainer, "_sum_over_ranks", own):
-        return train.train(context, text, TINY, 1, 0)
+    trainer = train.Trainer(context, text, TINY, SEQUENCES, 0)
+    with trainer.ddp.no_sync():
+        losses = [trainer.step()]
+    return train.Trained(losses, trainer.gradients(), 0.0, None, None)
 
 
-def train_with_all_of_the_balance_loss(context: RankContext, text: bytes) -> train.Trained:
-    """Add aux_loss instead of aux_loss / W on every rank, which Adam would hide from the losses for a while."""
-    trainer = train.Trainer(context, text, TINY, 0)
+def train_with_too_much_balance_loss(context: RankContext, text: bytes) -> train.Trained:
+    """Add aux_loss * W on every rank, which Adam would hide from the losses for a while."""
+    trainer = train.Trainer(context, text, TINY, SEQUENCES, 0)
     real = trainer.model.forward
 
     def scaled(tokens: torch.Tensor) -> Any:
@@ -129,12 +131,12 @@ def test_ranks_train_like_one_and_mistakes_show(ranks: Ranks) -> None:
     if ranks.num_ranks == 1:
         pytest.skip("there is nothing to compare one rank with")
     text = bytes(range(256)) * 400
-    one = Ranks(ranks.pool, 1).run(train.train, text, TINY, 3, 0)
-    many = ranks.run(train.train, text, TINY, 3, 0)
+    one = Ranks(ranks.pool, 1).run(train.train, text, TINY, SEQUENCES, 3, 0)
+    many = ranks.run(train.train, text, TINY, SEQUENCES, 3, 0)
     assert [difference.what for difference in compare_runs(many, one) if not difference.passed] == []
 
     first_step = [replace(one[0], losses=one[0].losses[:1])]
-    for mistake in (train_without_reducing, train_with_all_of_the_balance_loss):
+    for mistake in (train_without_reducing, train_with_too_much_balance_loss):
         gradients, *_ = compare_runs(ranks.run(mistake, text), first_step)
         assert not gradients.passed, mistake.__name__
 
@@ -143,7 +145,7 @@ def test_shares_are_measured_on_every_rank(ranks: Ranks) -> None:
     """Further steps under the profiler, whose losses do not count."""
     if ranks.num_ranks != 2:
         pytest.skip("the profiler takes seconds; two ranks show what there is to see")
-    for found in ranks.run(train.train, bytes(range(256)) * 400, TINY, 1, 0, 1):
+    for found in ranks.run(train.train, bytes(range(256)) * 400, TINY, SEQUENCES, 1, 0, 1):
         assert len(found.losses) == 1
         assert 0 < found.dispatch_share < 1
         assert 0 < found.combine_share < 1

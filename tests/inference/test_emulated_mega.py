@@ -15,7 +15,7 @@ from tests.support import emulator
 from tests.support.mega_cases import CASES, Case, assert_near, expected, inputs, make_layer, make_mega
 from tests.support.on_ranks import on_ranks
 from tests.support.slow import mostly_slow
-from tokenloom.bench.mega.trace import UNTIL, spans_of
+from tokenloom.bench.mega_trace import UNTIL, spans_of
 from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.runtime.processes import RankContext
 

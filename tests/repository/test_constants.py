@@ -10,9 +10,8 @@ import pytest
 from microbench import constants
 from microbench.constants import measure, parse_variant
 from tests.support.on_ranks import on_ranks
-from tokenloom.bench.comm.cases import Operation
-from tokenloom.bench.comm.series import Contestant, Series
-from tokenloom.bench.common.shape import Shape
+from tokenloom.bench.comm_work import Series
+from tokenloom.bench.workload import Operation, Shape
 from tokenloom.kernels.combine import launch
 from tokenloom.runtime.processes import RankContext
 
@@ -22,7 +21,7 @@ OPERATIONS = (
     Operation("combine", "bf16", "slots"),
     Operation("dispatch", "bf16", "expert"),
 )
-SERIES = [Series(SHAPE, each, Contestant("nvlink", "graph", num_sms=2)) for each in OPERATIONS]
+SERIES = [Series(SHAPE, each, "nvlink", "graph", num_sms=2) for each in OPERATIONS]
 
 
 def test_what_varies() -> None:

@@ -108,7 +108,7 @@ FAULTS = {
     ),
     "for types alone": (
         "runtime.ranks",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from tokenloom.backends.base import Ranks",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from tokenloom.backends.seam import Ranks",
         "runtime.ranks imports backends.base, which is above it",
     ),
     "kernel uses kernel": (

@@ -26,8 +26,7 @@ from tests.support.defaults import caller_default
 from tests.support.on_ranks import on_ranks
 from tokenloom.backends.collective import CollectiveBackend
 from tokenloom.backends.seam import CombineKind, DispatchKind
-from tokenloom.bench import tune
-from tokenloom.bench.comm import traffic
+from tokenloom.bench import comm_work, setup
 from tokenloom.cli import app
 from tokenloom.comm.engine import Engine
 from tokenloom.plan import Plan
@@ -224,7 +223,7 @@ def test_bytes_are_those_that_travel(ranks: Ranks, tmp_path: Path) -> None:
     by_rank = ranks.run(bytes_sent)
     plan = Plan(ranks.num_ranks, NUM_EXPERTS, HIDDEN, TOP_K, TOKENS)
     ids = [draw_topk_ids(rank, TOKENS, NUM_EXPERTS, TOP_K, skew=1.5) for rank in range(ranks.num_ranks)]
-    rows = torch.from_numpy(traffic.rows_between(plan, ids))
+    rows = torch.from_numpy(comm_work.rows_between(plan, ids))
     holders = [torch.bincount(each.flatten() // plan.experts_per_rank, minlength=plan.num_ranks) for each in ids]
     expected = profiler.sent_bytes(plan, rows, torch.stack(holders), BF16)
     assert {who: max(each[who] for each in by_rank) for who in by_rank[0]} == expected
@@ -479,7 +478,7 @@ def tune_command(*arguments: str) -> Any:
 
 def test_the_command(folder: Path, tmp_path: Path, pools: Callable[[str], RankPool]) -> None:
     """It prints a table, keeps the choice for layers on two ranks, and writes rows with their setup."""
-    with borrowed(tune, pools):
+    with borrowed(setup, pools):
         done = tune_command("--skew", "0.5", "--iterations", "2", "--json", str(tmp_path / "rows.json"))
     assert done.exit_code == 0, done.output
     said = json.loads((tmp_path / "rows.json").read_text())
@@ -502,7 +501,7 @@ def test_a_choice_that_cannot_be_kept(
     """The command shows what it found, and fails: layers would not find the choice."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TOKENLOOM_CACHE_DIR", str(tmp_path / "file"))
-    with borrowed(tune, pools):
+    with borrowed(setup, pools):
         done = tune_command("--iterations", "1")
     assert done.exit_code == 1
     assert "winner" in done.stdout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,6 @@ __all__ = [
     "make_alone",
     "names",
     "probe",
-    "register",
 ]
 
 _registered: list[Registration] = [
@@ -64,26 +63,6 @@ class Choice:
     backend: Backend
     why: str
     not_picked: list[str]
-
-
-def register(registration: Registration, *, before: str | None = None) -> Callable[[], None]:
-    """Add a backend, which ``backend=`` of a communicator then names.
-
-    Args:
-        before: the backend that "auto" tries after this one. None: "auto" tries this one last.
-
-    Returns:
-        What takes it back.
-
-    Raises:
-        InvalidArgument: there is one of that name, or none of the name ``before``.
-    """
-    if registration.name in (*names(), "auto"):
-        raise InvalidArgument(f"there is a backend {registration.name!r} already; choose another name")
-    if before is not None and before not in names():
-        raise InvalidArgument(f"before is {before!r}, expected one of {', '.join(names())}")
-    _registered.insert(len(_registered) if before is None else names().index(before), registration)
-    return lambda: _registered.remove(registration)
 
 
 def names() -> tuple[str, ...]:

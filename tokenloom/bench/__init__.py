@@ -1,6 +1,14 @@
-"""What ``tokenloom bench`` and ``tokenloom tune`` measure.
+"""What ``tokenloom bench``, ``tune``, ``plan`` and ``check-network`` do.
 
-Each command has a folder (``comm/``, ``mega/``, ``train/``; ``tune.py``) with the same stages: what the operation is
-given, how its samples are taken on a rank, how samples become rows, and ``run.py``, which puts them together.
-``common/`` is shared by all of them; ``rivals/`` is everything that measures somebody else's code.
+A bench is a file (``comm.py``, ``mega.py``, ``train.py``) that says who is measured, with what they do beside it
+(``*_work.py``). ``harness.py`` lets them take turns, ``clock.py`` takes single samples. Tables, what is written below
+them, setup, differences and charts have a file each. ``rivals/`` is what measures somebody else's code.
 """
+
+from __future__ import annotations
+
+from tokenloom.errors import TokenloomError
+
+
+class PackageMissing(TokenloomError, ImportError):
+    """A package is not installed, or not as an option needs it. The message says which one, and what to install."""

@@ -18,10 +18,9 @@ from typer.core import TyperGroup
 
 from tokenloom._version import __version__
 from tokenloom.cli import usage
+from tokenloom.cli.commands import bench as benches
+from tokenloom.cli.commands import cache as kernels
 from tokenloom.cli.commands import (
-    bench_comm,
-    bench_mega,
-    bench_train,
     check_network,
     deep_ep_path,
     demo,
@@ -29,7 +28,6 @@ from tokenloom.cli.commands import (
     plan,
     tune,
 )
-from tokenloom.cli.commands import cache as kernels
 from tokenloom.cli.terminal import FAILED, INTERRUPTED, INTERRUPTED_TEXT, MISUSED
 from tokenloom.errors import InvalidArgument, TokenloomError
 
@@ -107,9 +105,9 @@ app.command("tune")(tune.tune)
 app.command("plan")(plan.plan)
 app.command("check-network")(check_network.check_network)
 app.add_typer(bench)
-bench.command("comm")(bench_comm.comm)
-bench.command("mega")(bench_mega.mega)
-bench.command("train")(bench_train.train)
+bench.command("comm")(benches.comm)
+bench.command("mega")(benches.mega)
+bench.command("train")(benches.train)
 app.add_typer(cache)
 cache.command("list")(kernels.list_kernels)
 cache.command("inspect")(kernels.inspect_kernels)

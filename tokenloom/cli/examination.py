@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import socket
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,16 +18,20 @@ from rich.text import Text
 
 from tokenloom._version import __version__
 from tokenloom.backends import registry
-from tokenloom.bench.common.setup import driver
-from tokenloom.bench.common.tables import Fitted, counted, say
-from tokenloom.cli import between_nodes
+from tokenloom.backends.gin import availability
+from tokenloom.bench.setup import driver
+from tokenloom.bench.tables import Fitted, counted, say
+from tokenloom.env import nccl_plugin
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit import compiler
 from tokenloom.jit.kernel import checked, load_driver
+from tokenloom.runtime.topology import Place, Topology, find_nodes, pretended
 
 GIB = 2**30
 EXPORTED_BYTES = 2 * 2**20
 """Size of the memory that is offered to other processes as a trial."""
+PROCESSES = 4
+"""Ranks of an example, where there are not two GPUs."""
 IPC_NAMESPACE = "/proc/self/ns/ipc"
 SHARING_NOTE = (
     "Ranks map each other's memory. For that each GPU must reach the others and share memory with other processes, "
@@ -45,7 +51,7 @@ def examine() -> dict[str, Any]:
         - ``gpus``: a dict for each GPU: index, name, memory_gib, compute_capability, nvlinks (active ones; None where
           they cannot be read), shares_memory ("yes", or why other processes cannot map its memory).
         - ``peer_access``: [i][j] is whether GPU i can read and write the memory of GPU j.
-        - ``between_nodes``: see :func:`tokenloom.cli.between_nodes.examine`.
+        - ``between_nodes``: what rows need to reach other nodes, and what there is of it.
         - ``groups``: a dict for every kind of ranks that is possible here: ranks, transport, device, auto (what "auto"
           picks), not_picked (why better backends are not), and backends, each with name, works, why, own_node and
           other_nodes: what carries rows to ranks of the own node and of others, None for ranks that are not reached.
@@ -72,7 +78,7 @@ def examine() -> dict[str, Any]:
         },
         "gpus": [_gpu(index) for index in range(num_gpus)],
         "peer_access": peer_access,
-        "between_nodes": between_nodes.examine(_nccl_version(), peer_access),
+        "between_nodes": between_nodes(_nccl_version(), peer_access),
         "groups": _groups(num_gpus),
     }
 
@@ -214,6 +220,67 @@ def _groups(num_gpus: int) -> list[dict[str, Any]]:
 def _transports(backend: str) -> dict[str, str | None]:
     can = registry.capabilities(backend)
     return {"own_node": can.own_node, "other_nodes": can.other_nodes}
+
+
+def between_nodes(nccl_library: str, peer_access: list[list[bool]]) -> dict[str, str]:
+    """What there is of each thing that rows need to reach other nodes, or why there is none.
+
+    Args:
+        nccl_library: the version of NCCL that torch has loaded, or why there is none.
+        peer_access: [i][j] is whether GPU i reaches the memory of GPU j.
+    """
+    gin = availability.examine(torch.device("cuda"))
+    cards = [_card(availability.RDMA_CARDS / each) for each in availability.cards()]
+    return {
+        "nodes and rails": _nodes(peer_access),
+        "ranks_per_node": _pretended(len(peer_access)),
+        "network cards": "\n".join(cards) or f"none in {availability.RDMA_CARDS}",
+        "NCCL plugin": nccl_plugin() or "none: neither NCCL_GIN_PLUGIN nor NCCL_NET_PLUGIN names one",
+        "NCCL library": nccl_library,
+        "NCCL headers": gin.facts["headers"],
+        "GIN": (
+            f"possible {gin.why}; NCCL tells its type when a communicator is made, and kernels take PROXY alone"
+            if gin.works
+            else f"no: {gin.why}"
+        ),
+    }
+
+
+def _nodes(peer_access: list[list[bool]]) -> str:
+    """The nodes of one rank for each GPU, by the rule that a Communicator has."""
+    host = socket.gethostname()
+    places = [
+        Place(host, str(gpu), tuple(str(peer) for peer, reached in enumerate(reach) if not reached))
+        for gpu, reach in enumerate(peer_access)
+    ]
+    if places:
+        nodes = find_nodes(places)
+        doubt = f"; {nodes.doubt}" if nodes.num_nodes == 1 and nodes.doubt else ""
+        found = f"a rank on each GPU of this host: {nodes.describe()}{doubt}"
+    else:
+        found = "1 node: all processes of this host, on the CPU"
+    return f"{found}. One process sees no other host; tokenloom check-network under torchrun does"
+
+
+def _pretended(num_gpus: int) -> str:
+    """What each ``ranks_per_node`` makes of the ranks of this host."""
+    num_ranks, kind = (num_gpus, "GPUs") if num_gpus > 1 else (PROCESSES, "processes")
+    return "\n".join(
+        f"{each}: {num_ranks} {kind} as {Topology(pretended(num_ranks, each).node_of).describe()}"
+        for each in range(1, num_ranks)
+        if num_ranks % each == 0
+    )
+
+
+def _card(folder: Path) -> str:
+    """A card, with the kind, rate and state of each port, as far as the kernel tells them."""
+    ports = []
+    for port in sorted(folder.glob("ports/*")):
+        told = [
+            (port / name).read_text().strip() for name in ("link_layer", "rate", "state") if (port / name).is_file()
+        ]
+        ports.append(f"port {port.name}: {', '.join(told)}")
+    return f"{folder.name} ({'; '.join(ports)})" if ports else folder.name
 
 
 def _text(value: str | bytes) -> str:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from tokenloom import env
 from tokenloom.backends.nvlink.buffers import EAGER_ROWS, is_eager, weight_gradient_values
-from tokenloom.bench.common.tables import counted
+from tokenloom.bench.tables import counted
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit import cache
 from tokenloom.jit.compiler import KernelSpec

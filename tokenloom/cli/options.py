@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, Optional, TypeVar
 
 import typer
 
-from tokenloom.cli.values import choice, names_of, number, whole
+Choice = TypeVar("Choice", bound=Enum)
 
 # Optional[...]: typer evaluates these annotations, and before version 0.13 it does not know X | None.
 
@@ -29,19 +30,89 @@ class Dtype(str, Enum):
     fp32 = "fp32"
 
 
+def _whole(option: str, least: int, most: int | None = None) -> Callable[[Any], int]:
+    """What reads the value of an option that is a whole number.
+
+    Args:
+        option: its name, for errors.
+        least, most: the numbers that it takes; None: there is no largest.
+    """
+    expected = f"expected a whole number of at least {least}"
+    if most is not None:
+        expected = f"expected a whole number from {least} to {most}"
+
+    def read(given: Any) -> int:
+        try:
+            number = int(str(given))
+        except ValueError:
+            number = least - 1
+        if number < least or (most is not None and number > most):
+            raise typer.BadParameter(f"is {given}, {expected}", param_hint=option)
+        return number
+
+    return read
+
+
+def _number(
+    option: str, least: float | None = None, most: float | None = None, above: float | None = None
+) -> Callable[[Any], float]:
+    """What reads the value of an option that is a finite number.
+
+    Args:
+        option: its name, for errors.
+        least, most: the numbers that it takes; None: there is no limit.
+        above: it takes numbers above this one alone.
+    """
+    limits = [f"of at least {least:g}"] if least is not None else []
+    limits += [f"above {above:g}"] if above is not None else []
+    limits += [f"and at most {most:,.0f}"] if most is not None else []
+    expected = " ".join(["expected a number", *limits])
+
+    def read(given: Any) -> float:
+        try:
+            value = float(str(given))
+        except ValueError:
+            value = math.nan
+        fits = math.isfinite(value) and (least is None or value >= least) and (above is None or value > above)
+        if not fits or (most is not None and value > most):
+            raise typer.BadParameter(f"is {given}, {expected}", param_hint=option)
+        return value
+
+    return read
+
+
+def _choice(option: str, known: type[Choice]) -> Callable[[Any], Choice]:
+    """What reads the value of an option that is one of a few names."""
+
+    def read(given: Any) -> Choice:
+        if isinstance(given, known):
+            return given
+        names = [each.value for each in known]
+        if given not in names:
+            raise typer.BadParameter(f"is {given}, expected one of {', '.join(names)}", param_hint=option)
+        return known(given)
+
+    return read
+
+
+def _names_of(known: type[Enum]) -> str:
+    """The names that an option takes, for help."""
+    return "|".join(each.value for each in known)
+
+
 def whole_option(name: str, about: str, least: int = 1, most: int | None = None) -> Any:
     """An option that is a whole number."""
-    return typer.Option(name, parser=whole(name, least, most), metavar="N", help=about)
+    return typer.Option(name, parser=_whole(name, least, most), metavar="N", help=about)
 
 
 def number_option(name: str, about: str, **limits: float) -> Any:
-    """An option that is a number, within the limits that :func:`number` knows."""
-    return typer.Option(name, parser=number(name, **limits), metavar="X", help=about)
+    """An option that is a number, within the limits that :func:`_number` knows."""
+    return typer.Option(name, parser=_number(name, **limits), metavar="X", help=about)
 
 
 def choice_option(name: str, known: type[Enum], about: str) -> Any:
     """An option that is one of a few names."""
-    return typer.Option(name, parser=choice(name, known), metavar=names_of(known), help=about)
+    return typer.Option(name, parser=_choice(name, known), metavar=_names_of(known), help=about)
 
 
 def text_option(name: str, metavar: str, about: str) -> Any:
@@ -180,7 +251,7 @@ def pick_ranks(ranks: int | None, device: Device | None, least: int) -> tuple[in
     if ranks is not None and ranks < least:
         said = f"is {ranks}, expected a whole number of at least {least}"
         raise typer.BadParameter(said, param_hint="--ranks")
-    from tokenloom.bench.common.tables import counted
+    from tokenloom.bench.tables import counted
     from tokenloom.runtime.processes import default_ranks
 
     default, where = default_ranks(device.value if device else None)

@@ -1,1 +1,1 @@
-"""``tokenloom demo``: run.py tells the story; check.py and train.py are what the ranks do."""
+"""``tokenloom demo``: run.py tells the story; check.py and train.py are what ranks do; model.py is what they train."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from tokenloom import reference
+from tokenloom.bench.differences import Difference, compare, total
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.routed import Layout, Routed
-from tokenloom.demo.compare import Difference, compare
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.layer import ExpertParallelMoE
 from tokenloom.training.state_dict import gather_state_dict
@@ -30,9 +31,51 @@ LAYER_TOLERANCE = (HIDDEN + INTERMEDIATE) * 2.0**-24
 order that their library chooses, and every addition may round by 2^-24."""
 
 
+Pairs = Iterable[tuple[torch.Tensor | None, torch.Tensor | None]]
+"""What came, and what was wanted; a None equals only another None."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A comparison, and whether it passes.
+
+    Attributes:
+        what: name of what was compared.
+        difference: over all pairs.
+        tolerance: largest difference that passes; 0 is exact.
+    """
+
+    what: str
+    difference: Difference
+    tolerance: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was compared and is within the tolerance (NaN is not)."""
+        return self.difference.count > 0 and self.difference.max_diff <= self.tolerance
+
+
+def compare_pairs(what: str, pairs: Pairs, tolerance: float = 0.0) -> Compared:
+    """Compare all pairs as one."""
+    on_host = [tuple(None if each is None else each.cpu() for each in pair) for pair in pairs]
+    return Compared(what, total(compare(got, wanted) for got, wanted in on_host), tolerance)
+
+
+def merge(by_rank: Sequence[Sequence[Compared]]) -> list[Compared]:
+    """Merge the same comparisons of several ranks: the worst rank decides."""
+    return [
+        replace(
+            parts[0],
+            difference=total(part.difference for part in parts),
+            tolerance=max(part.tolerance for part in parts),
+        )
+        for parts in zip(*by_rank, strict=True)
+    ]
+
+
 def check_on_rank(
     context: RankContext, num_experts: int, seed: int, ranks_per_node: int | None = None
-) -> tuple[str, list[Difference]]:
+) -> tuple[str, list[Compared]]:
     """Compare what this rank receives, and what comes home to it, with the reference. Collective.
 
     Routing is random, with repeated experts and unused places. Every rank has another number of tokens; of two or more
@@ -90,7 +133,7 @@ def _draw_inputs(num_ranks: int, num_experts: int, seed: int) -> Inputs:
     return inputs
 
 
-def _check_layout(comm: Communicator, inputs: Inputs, layout: Layout, seed: int) -> list[Difference]:
+def _check_layout(comm: Communicator, inputs: Inputs, layout: Layout, seed: int) -> list[Compared]:
     rank, device, by_expert = comm.rank, comm.device, layout == "expert"
     alignment = ALIGNMENT if by_expert else 1
     wanted = reference.dispatch(comm.plan, inputs.xs, inputs.ids, inputs.weights, layout, alignment=alignment)
@@ -104,8 +147,8 @@ def _check_layout(comm: Communicator, inputs: Inputs, layout: Layout, seed: int)
     home = reference.combine(comm.plan, ys, wanted, inputs.ids, inputs.weights if by_expert else None)
     out = comm.combine(ys[rank].to(device), got)
     return [
-        compare(f"dispatch, {layout}", _routed_pairs(got, wanted[rank])),
-        compare(f"combine, {layout}", [(out, home[rank])]),
+        compare_pairs(f"dispatch, {layout}", _routed_pairs(got, wanted[rank])),
+        compare_pairs(f"combine, {layout}", [(out, home[rank])]),
     ]
 
 
@@ -134,7 +177,7 @@ def _routed_pairs(got: Routed, wanted: reference.Routed) -> list[tuple[torch.Ten
 
 
 @torch.no_grad()
-def _check_layer(comm: Communicator, inputs: Inputs, seed: int) -> Difference:
+def _check_layer(comm: Communicator, inputs: Inputs, seed: int) -> Compared:
     """Check a float32 layer on the same tokens. Its router chooses by itself."""
     layer = ExpertParallelMoE(
         comm=comm,
@@ -157,4 +200,4 @@ def _check_layer(comm: Communicator, inputs: Inputs, seed: int) -> Difference:
     w1, w2 = full["experts.w1"], full["experts.w2"]
     wanted = reference.moe(comm.plan, [x.float() for x in inputs.xs], ids, weights, w1, w2)
     largest = max(out.abs().max().item() for out in wanted if len(out))
-    return compare("layer", [(out, wanted[comm.rank])], LAYER_TOLERANCE * largest)
+    return compare_pairs("layer", [(out, wanted[comm.rank])], LAYER_TOLERANCE * largest)

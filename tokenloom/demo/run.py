@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from tokenloom.bench.common.tables import Fitted, say
+from tokenloom.bench.tables import Fitted, counted, say
 from tokenloom.demo import check, train
-from tokenloom.demo.compare import Difference, compare, merge
+from tokenloom.demo.check import Compared, compare_pairs, merge
 from tokenloom.demo.model import ModelSize
 from tokenloom.demo.text import read_standard_library
+from tokenloom.plan import align_up
 from tokenloom.runtime.processes import RankPool
 
 SEED = 2
@@ -66,13 +67,12 @@ def run_demo(
         RankFailed: a rank failed; the text has its traceback.
     """
     began = time.monotonic()
-    num_experts = num_ranks * -(-MIN_EXPERTS // num_ranks)
-    size = size or ModelSize(num_experts, max(MIN_SEQUENCES, num_ranks))
+    size = size or ModelSize(num_experts=align_up(MIN_EXPERTS, num_ranks))
     where = "GPUs over NCCL" if device == "cuda" else "processes on the CPU over gloo"
     console.print(f"[bold]tokenloom demo[/bold]: {num_ranks} ranks, {where}")
     with RankPool(num_ranks, device) as pool:
         with console.status(f"starting {num_ranks} ranks"):
-            results = pool.run(check.check_on_rank, num_experts, SEED, ranks_per_node)
+            results = pool.run(check.check_on_rank, align_up(MIN_EXPERTS, num_ranks), SEED, ranks_per_node)
         differences = _show_check(console, results)
         differences += _train_and_compare(console, pool, size, steps, profiled_steps, ranks_per_node)
     passed = all(difference.passed for difference in differences)
@@ -91,7 +91,7 @@ def _show_next(console: Console) -> None:
         say(console, f"  {command}", f"    {what}")
 
 
-def _show_check(console: Console, results: Sequence[tuple[str, list[Difference]]]) -> list[Difference]:
+def _show_check(console: Console, results: Sequence[tuple[str, list[Compared]]]) -> list[Compared]:
     description = results[0][0]
     differences = merge([differences for _, differences in results])
     say(console, *description.splitlines())
@@ -113,15 +113,17 @@ def _show_check(console: Console, results: Sequence[tuple[str, list[Difference]]
 
 def _train_and_compare(
     console: Console, pool: RankPool, size: ModelSize, steps: int, profiled_steps: int, ranks_per_node: int | None
-) -> list[Difference]:
+) -> list[Compared]:
     text, source = read_standard_library()
     num_ranks = pool.num_ranks
+    sequences = align_up(MIN_SEQUENCES, num_ranks)
     console.print(
-        f"[bold]2. Training a language model[/] on {source}. It predicts the next byte: {size.num_blocks} blocks of "
-        f"attention and {size.num_experts} experts, {size.num_experts // num_ranks} on each rank, of which every byte "
-        f"uses {size.top_k}. {size.tokens_per_step} bytes a step over all ranks; float32; AdamW."
+        f"[bold]2. Training a model[/] on {source}. It predicts a byte from the two before it: {size.layers} layers "
+        f"of {size.num_experts} experts, {size.num_experts // num_ranks} on each rank, of which every byte uses "
+        f"{size.top_k}. {sequences * size.context} bytes a step over all ranks; float32; AdamW."
     )
-    many = _train(console, pool, f"on {num_ranks} ranks", num_ranks, text, size, steps, profiled_steps, ranks_per_node)
+    trained = (text, size, sequences, steps)
+    many = _train(console, pool, num_ranks, *trained, profiled_steps, ranks_per_node)
     losses = many[0].losses
     dispatch, combine = (
         float(np.mean([getattr(trained, share) for trained in many])) for share in ("dispatch_share", "combine_share")
@@ -137,7 +139,7 @@ def _train_and_compare(
     console.print(
         "[bold]3. The same model on one rank[/]: the same weights at the start, the same batches, all experts at home."
     )
-    one = _train(console, pool, "on 1 rank", 1, text, size, steps)
+    one = _train(console, pool, 1, *trained)
     console.print(Fitted(_curves(losses, one[0].losses, num_ranks)))
     differences = compare_runs(many, one)
     console.print(Fitted(_table(differences)))
@@ -154,38 +156,28 @@ def _train_and_compare(
 def _train(
     console: Console,
     pool: RankPool,
-    title: str,
     num_ranks: int,
     text: bytes,
     size: ModelSize,
+    sequences: int,
     steps: int,
     profiled_steps: int = 0,
     ranks_per_node: int | None = None,
 ) -> list[train.Trained]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(f"training {title}", total=steps, state="")
+        task = progress.add_task(f"training on {counted(num_ranks, 'rank')}", total=steps, state="")
         began = time.monotonic()
 
         def show(step: train.Step) -> None:
-            tokens_per_s = step.number * size.tokens_per_step / (time.monotonic() - began)
+            tokens_per_s = step.number * sequences * size.context / (time.monotonic() - began)
             progress.update(task, completed=step.number, state=f"loss {step.loss:.3f}  {tokens_per_s:,.0f} tokens/s")
 
-        return pool.run(
-            train.train,
-            text,
-            size,
-            steps,
-            SEED,
-            profiled_steps,
-            ranks_per_node,
-            ranks=num_ranks,
-            limit_s=120 + 5 * steps,
-            on_event=show,
-        )
+        options = (text, size, sequences, steps, SEED, profiled_steps, ranks_per_node)
+        return pool.run(train.train, *options, ranks=num_ranks, limit_s=120 + 5 * steps, on_event=show)
 
 
-def compare_runs(many: list[train.Trained], one: list[train.Trained]) -> list[Difference]:
+def compare_runs(many: list[train.Trained], one: list[train.Trained]) -> list[Compared]:
     """Compare two runs of the same training on different numbers of ranks.
 
     Args:
@@ -204,9 +196,9 @@ def compare_runs(many: list[train.Trained], one: list[train.Trained]) -> list[Di
     all_steps = f"all {number} steps" if number > 1 else "the only step"
     early_steps = f"steps 1 to {len(early[1])}" if number > 1 else "step 1"
     return [
-        compare("gradients of step 1", pairs, GRADIENT_TOLERANCE),
-        compare(f"losses of {early_steps}", [(early[0], early[1])], EARLY_TOLERANCE),
-        compare(f"losses of {all_steps}", [(losses[0], losses[1])], LOSS_TOLERANCE),
+        compare_pairs("gradients of step 1", pairs, GRADIENT_TOLERANCE),
+        compare_pairs(f"losses of {early_steps}", [(early[0], early[1])], EARLY_TOLERANCE),
+        compare_pairs(f"losses of {all_steps}", [(losses[0], losses[1])], LOSS_TOLERANCE),
     ]
 
 
@@ -221,16 +213,16 @@ def _curves(many: list[float], one: list[float], num_ranks: int) -> Table:
     return table
 
 
-def _table(differences: Sequence[Difference]) -> Table:
+def _table(differences: Sequence[Compared]) -> Table:
     table = Table("compared", "values", "max diff", "mean diff", "tolerance", "")
     for column in table.columns[1:]:
         column.justify = "right"
     for each in differences:
         table.add_row(
             each.what,
-            f"{each.num_values:,}",
-            f"{each.largest:.2g}",
-            f"{each.mean:.2g}",
+            f"{each.difference.count:,}",
+            f"{each.difference.max_diff:.2g}",
+            f"{each.difference.mean_diff:.2g}",
             f"{each.tolerance:.0e}" if each.tolerance else "0: equal",
             "[green]PASS[/]" if each.passed else "[bold red]FAIL[/]",
         )

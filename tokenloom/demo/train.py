@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
+import tokenloom as tl
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE
-from tokenloom.demo.model import LanguageModel, ModelSize, make_model
+from tokenloom.demo.model import ModelSize, NextByte
 from tokenloom.demo.text import Batches
 from tokenloom.runtime.processes import RankContext
-from tokenloom.training.data_parallel import split_parameters
 from tokenloom.training.parameters import EXPERT_WEIGHTS
 from tokenloom.training.shards import local_part
 
@@ -50,7 +50,7 @@ class Trained:
     Attributes:
         losses: losses of all steps, in nats per byte, over the tokens of all ranks.
         gradients: gradients of the first step, by the parameter's name: [L, ...] for the weights of this rank's
-            experts; the others, summed over ranks, on rank 0 alone.
+            experts; the others, averaged over ranks, on rank 0 alone.
         tokens_per_s: rate of all ranks together, without the first step.
         dispatch_share, combine_share: share of a step's time, forward and backward; None if not measured.
     """
@@ -66,6 +66,7 @@ def train(
     context: RankContext,
     text: bytes,
     size: ModelSize,
+    sequences: int,
     steps: int,
     seed: int,
     profiled_steps: int = 0,
@@ -75,12 +76,13 @@ def train(
 
     Args:
         text: the training text, the same on all ranks.
+        sequences: in the batch of a step, over all ranks; a multiple of the ranks.
         steps: at least 1.
         seed: seed of the weights and the batches.
         profiled_steps: further steps in which the shares of dispatch and combine are measured; 0: none.
         ranks_per_node: as in ``Communicator``.
     """
-    trainer = Trainer(context, text, size, seed, ranks_per_node)
+    trainer = Trainer(context, text, size, sequences, seed, ranks_per_node)
     losses, gradients, began = [], {}, time.perf_counter()
     for number in range(1, steps + 1):
         losses.append(trainer.step())
@@ -92,49 +94,56 @@ def train(
                 began = time.perf_counter()  # the first step also allocates and connects
     seconds = time.perf_counter() - began
     shares = trainer.shares(profiled_steps) if profiled_steps else (None, None)
-    return Trained(losses, gradients, size.tokens_per_step * max(1, steps - 1) / seconds, *shares)
+    return Trained(losses, gradients, sequences * size.context * max(1, steps - 1) / seconds, *shares)
 
 
 class Trainer:
     """Data-parallel training. Each rank has its share of the batch, all parameters but the experts, and L experts."""
 
     def __init__(
-        self, context: RankContext, text: bytes, size: ModelSize, seed: int, ranks_per_node: int | None = None
+        self,
+        context: RankContext,
+        text: bytes,
+        size: ModelSize,
+        sequences: int,
+        seed: int,
+        ranks_per_node: int | None = None,
     ) -> None:
-        self.context, self.size = context, size
-        self.model: LanguageModel = make_model(context, size, seed, ranks_per_node)
-        self.batches = Batches(text, size.sequences, size.context, seed)
-        experts, self.replicated = split_parameters(self.model)
-        groups = [{"params": self.replicated}, {"params": experts}]
+        self.context = context
+        comm = tl.Communicator(
+            context.group,
+            num_experts=size.num_experts,
+            hidden=size.hidden,
+            top_k=size.top_k,
+            max_tokens_per_rank=sequences // context.num_ranks * size.context,
+            device=context.device,
+            dtype=torch.float32,
+            ranks_per_node=ranks_per_node,
+        )
+        self.model = NextByte(size, comm).to(context.device)
+        self.model.reset_parameters(seed)
+        self.ddp = tl.data_parallel(self.model, process_group=context.group)
+        self.batches = Batches(text, sequences, size.context, seed)
+        experts, others = tl.split_parameters(self.model)
+        groups = [{"params": others}, {"params": experts}]
         self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=ADAM_EPS)
 
     def step(self) -> float:
         """Make one step and return the loss of the whole batch, in nats per byte.
 
-        A rank's loss is the sum over its tokens, divided by the tokens of all ranks. Sums over ranks, of losses and of
-        gradients, are then those of one rank with the whole batch. The layers sum the gradients of expert weights over
-        ranks; this method sums all others. The balance loss is the same on all ranks, so each adds 1/W of it.
+        Ranks have equally many tokens. So the mean over ranks, of losses and of gradients, is that of one rank with
+        the whole batch.
         """
         context = self.context
         inputs, targets = self.batches.next(context.rank, context.num_ranks, context.device)
-        logits, balance_loss = self.model(inputs)
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        loss = loss / self.size.tokens_per_step
+        logits, balance_loss = self.ddp(inputs)
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         self.optimizer.zero_grad()
-        (loss + balance_loss / context.num_ranks).backward()
-        total = self._sum_over_ranks(loss.detach())
+        (loss + balance_loss).backward()
         self.optimizer.step()
-        return total.item()  # last, because it waits for all of the step's work on the device
-
-    def _sum_over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
-        """Sum the gradients of the replicated parameters, in place, and the loss, which is returned."""
-        gradients = [parameter.grad for parameter in self.replicated if parameter.grad is not None]
-        flat = torch.cat([*(gradient.flatten() for gradient in gradients), loss.reshape(1)])
-        dist.all_reduce(flat, group=self.context.group)
-        parts = flat[:-1].split([gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
-        return flat[-1]
+        mean = loss.detach() / context.num_ranks
+        dist.all_reduce(mean, group=context.group)
+        return mean.item()  # last, because it waits for all of the step's work on the device
 
     def gradients(self) -> dict[str, np.ndarray]:
         """The gradients of the last step, as :class:`Trained` describes them."""

@@ -22,7 +22,7 @@ MUTATIONS = (
       "jit.nccl_headers:why_unchecked", "version in CHECKED", "True",
       "tests/cli/test_examination.py::test_nccl_for_kernels"),
     M("doctor-sees-one-node", "GPUs of a host that do not reach each other are one node to doctor",
-      "cli.between_nodes:_nodes", "not reached", "False", "tests/cli/test_between_nodes.py::test_gpus_of_a_host"),
+      "cli.examination:_nodes", "not reached", "False", "tests/cli/test_examination.py::test_gpus_of_a_host"),
     M("connections-while-asked",
       "connections of GIN are made while torch's watchdog asks for errors, which crashes NCCL",
       "runtime.gin:GinMemory._make", "settle(self._ranks)", "pass",

@@ -15,10 +15,12 @@ import torch
 
 from tokenloom.backends import registry
 from tokenloom.backends.seam import STRATEGY_OF_MODE
-from tokenloom.bench.network.findings import Seen
+from tokenloom.bench.network.findings import Finding, Seen, merge
+from tokenloom.bench.tables import counted
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.routed import Routed
 from tokenloom.plan import Plan
+from tokenloom.runtime.rank_group import RankGroup
 
 LONGEST_WAIT_S = 0.003
 BATCHES = 2
@@ -140,3 +142,10 @@ class Stress:
             fault = f"row {int((got != want).any(1).nonzero()[0])} is another"
         where = f"round {number}, batch {batch}, {call}"
         self.seen += Seen(want.numel(), fault and f"{where}: {fault}")
+
+
+def check_order(ranks: RankGroup, comm: Communicator, rounds: int, seed: int) -> list[Finding]:
+    """The stress of order over one communicator. Collective."""
+    seen = Stress(comm, seed).run(rounds)
+    what = f"{counted(rounds, 'round')}, waits up to {LONGEST_WAIT_S * 1e3:g} ms, seed {seed}"
+    return merge("order", ranks.all_gather_object({(f"{comm.backend}: two calls open at once", what): seen}, "order"))

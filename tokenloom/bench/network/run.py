@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
+import torch.distributed as dist
 
 from tokenloom.backends.gin.availability import examine
-from tokenloom.bench.common.rows import write_json
-from tokenloom.bench.common.setup import machine, run_setup
-from tokenloom.bench.common.tables import Fitted, say
-from tokenloom.bench.network import judge, report
-from tokenloom.bench.network.fit import fit_constants
-from tokenloom.bench.network.launched import joined, local_device
-from tokenloom.bench.network.on_rank import Options, Report, check, check_on_rank
-from tokenloom.bench.network.parts import LINK_TURNS
-from tokenloom.errors import TokenloomError
-from tokenloom.runtime.processes import RankContext, RankPool
+from tokenloom.bench import legends
+from tokenloom.bench.network import findings, links
+from tokenloom.bench.network.check import Options, Report, check, check_on_rank
+from tokenloom.bench.network.rails import fit_constants
+from tokenloom.bench.setup import Run, machine
+from tokenloom.bench.tables import say
+from tokenloom.env import rendezvous
+from tokenloom.errors import InvalidArgument, PeerTimeout, TokenloomError
+from tokenloom.runtime.processes import RankContext
 from tokenloom.tune.network.constants import REGIMES, Constants, write_constants
 
 START_LIMIT_S = 120.0
@@ -29,121 +31,106 @@ LIMIT_S = 3600.0
 """For everything on ranks of our own. Single waits end at --timeout-s."""
 
 
-@dataclass(frozen=True)
-class Files:
-    """Files to write; None: not asked for.
-
-    Attributes:
-        json: for the findings with their setup.
-        constants: for the constants of the cost model.
-    """
-
-    json: Path | None = None
-    constants: Path | None = None
-
-
-def run_on_own_ranks(
-    console: Console, num_ranks: int, device: str, options: Options, files: Files, command: Sequence[str]
-) -> bool:
+def run_on_own_ranks(run: Run, options: Options, constants_file: Path | None = None) -> bool:
     """Check between processes of this machine, and show what was found.
 
     Args:
-        num_ranks: W.
-        device: "cpu" or "cuda".
-        command: the arguments of ``tokenloom``, for the record.
+        constants_file: for the constants of the cost model; None: not asked for.
 
     Returns:
         Whether everything passed.
 
     Raises:
-        InvalidArgument: see :func:`tokenloom.bench.network.on_rank.check`.
+        InvalidArgument: see :func:`tokenloom.bench.network.check.check`.
         RankFailed: a rank failed, or another one did not answer it.
     """
     reached = ["starting the ranks"]
+    with run.ranks() as (pool, update):
 
-    def say(part: str) -> None:
-        reached.append(part)
-        status.update(part)
+        def starting(part: str) -> None:
+            reached.append(part)
+            update(part)
 
-    with RankPool(num_ranks, device) as pool, console.status(f"starting {num_ranks} ranks") as status:
-        try:
+        with _told(run, reached):
             pool.run(answer, limit_s=START_LIMIT_S)
-            found = pool.run(check_on_rank, options, limit_s=LIMIT_S, on_event=say)[0]
-        except TokenloomError:
-            console.print(f"[bold red]FAIL[/] in: {reached[-1]}")
-            raise
-    return show(console, found, num_ranks, device, files, command)
+            found = pool.run(check_on_rank, options, limit_s=LIMIT_S, on_event=starting)[0]
+    return show(run, found, constants_file)
 
 
 def answer(context: RankContext) -> None:
     """Say that this rank has started."""
 
 
-def run_launched(console: Console, device: str | None, options: Options, files: Files, command: Sequence[str]) -> bool:
+def run_launched(run: Run, device: str | None, options: Options, constants_file: Path | None = None) -> bool:
     """Check as one of the ranks that torchrun started; rank 0 shows what was found and writes the files.
 
     Args:
+        run: whose ranks and device are not known yet.
         device: "cpu" or "cuda"; None: the GPU if there is one.
+        constants_file: for the constants of the cost model; None: not asked for.
 
     Returns:
         Whether everything passed, on every rank.
 
     Raises:
-        InvalidArgument: see :func:`tokenloom.bench.network.on_rank.check`.
+        InvalidArgument: see :func:`tokenloom.bench.network.check.check`.
         PeerTimeout, PeerError: a rank is missing or failed.
     """
     where = local_device(device)
     reached = ["joining the process group"]
-    try:
-        with joined(where, options.timeout_s) as group:
-            rank, num_ranks = group.rank(), group.size()
-            found = check(group, where, options, reached.append)
-    except TokenloomError:
-        console.print(f"[bold red]FAIL[/] in: {reached[-1]}")
-        raise
+    with _told(run, reached), joined(where, options.timeout_s) as group:
+        rank, num_ranks = group.rank(), group.size()
+        found = check(group, where, options, reached.append)
     if rank == 0:
-        show(console, found, num_ranks, where.type, files, command)
-    return report.passed(found.findings)
+        show(replace(run, num_ranks=num_ranks, device=where.type), found, constants_file)
+    return findings.passed(found.findings)
 
 
-def show(console: Console, found: Report, num_ranks: int, device: str, files: Files, command: Sequence[str]) -> bool:
+@contextmanager
+def _told(run: Run, reached: list[str]) -> Iterator[None]:
+    """Say which part an error ends."""
+    try:
+        yield
+    except TokenloomError:
+        run.console.print(f"[bold red]FAIL[/] in: {reached[-1]}")
+        raise
+
+
+def show(run: Run, found: Report, constants_file: Path | None = None) -> bool:
     """Print tables and write files; whether everything passed."""
-    setup = run_setup(device, num_ranks, command)
-    gin_here = examine(torch.device(device))
+    setup = run.setup()
+    gin_here = examine(torch.device(run.device))
     over = f"NCCL {setup['nccl']}" if setup["nccl"] else found.transport
     about = [
-        f"{num_ranks} ranks on {machine(device)}, {found.transport}; {found.nodes}",
+        f"{run.num_ranks} ranks on {machine(run.device)}, {found.transport}; {found.nodes}",
         *found.about,
         f"  on rank 0: {over}, headers {gin_here.facts['headers']}; "
         f"GIN {'possible' if gin_here.works else 'not possible:'} {gin_here.why}",
     ]
-    notes = list(report.notes(found.findings, found.points is not None))
-    passed = report.passed(found.findings)
-    say(console, *about)
-    console.print(Fitted(report.summary(found.findings)))
-    if (table := report.links(found.findings)) is not None:
-        console.print(Fitted(table))
-        late = {"late": judge.LATE_TIMES, "late_us": judge.LATE_US[device]}
-        legend = report.LEGEND.format(turns=LINK_TURNS, slow=judge.SLOW_SHARE, **late)
-        console.print(legend, markup=False)
+    notes = list(findings.notes(found.findings, found.points is not None))
+    passed = findings.passed(found.findings)
+    say(run.console, *about)
+    run.show(findings.summary(found.findings))
+    if (table := findings.links(found.findings)) is not None:
+        run.show(table)
+        limits = {"slow": links.SLOW_SHARE, "late": links.LATE_TIMES, "late_us": links.LATE_US[run.device]}
+        run.say(legends.NETWORK_LINKS.format(turns=links.LINK_TURNS, **limits))
     constants = _constants(found, setup)
     notes += [] if constants is None else _in_words(constants)
-    say(console, *notes)
-    if files.json is not None:
-        write_json(files.json, {**setup, "nodes": found.nodes, "passed": passed}, [*about, *notes], found.findings)
-        console.print(f"findings written to {files.json}", markup=False)
-    console.print("[bold green]PASS[/]" if passed else "[bold red]FAIL[/]: see the tables above")
-    if files.constants is not None:
+    say(run.console, *notes)
+    run.keep({**setup, "nodes": found.nodes, "passed": passed}, [*about, *notes], found.findings, "findings")
+    run.console.print("[bold green]PASS[/]" if passed else "[bold red]FAIL[/]: see the tables above")
+    if constants_file is not None:
         assert constants is not None, "check refuses one node where constants are wanted"
         if not passed:
-            console.print(f"{files.constants} was not written, because checks failed", markup=False)
+            run.say(f"{constants_file} was not written, because checks failed")
         else:
-            write_constants(files.constants, constants)
-            console.print(f"written for tokenloom plan --constants {files.constants}", markup=False)
+            write_constants(constants_file, constants)
+            run.say(f"written for tokenloom plan --constants {constants_file}")
     return passed
 
 
-def _constants(found: Report, setup: dict[str, str | int | None]) -> Constants | None:
+def _constants(found: Report, setup: dict[str, Any]) -> Constants | None:
     if found.points is None:
         return None
     over = f"NCCL {setup['nccl']}" if setup["nccl"] else found.transport
@@ -159,3 +146,53 @@ def _in_words(constants: Constants) -> list[str]:
             f"  {name}: start {of.base_us:,.1f} µs, NIC {of.nic_gbytes_per_s:.3g} GB/s, a message {of.put_us:.3g} µs"
         )
     return [*lines, f"  inside nodes (NVLink): {constants.nvlink_gbytes_per_s:.3g} GB/s"]
+
+
+def by_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return dist.is_available() and dist.is_torchelastic_launched()
+
+
+def local_device(device: str | None) -> torch.device:
+    """The device of this process: its GPU by its place on the host, or the CPU where there are no GPUs.
+
+    Args:
+        device: "cpu" or "cuda"; None: the GPU if there are any.
+
+    Raises:
+        InvalidArgument: the host has fewer GPUs than processes.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu" or (device is None and not gpus):
+        return torch.device("cpu")
+    place = dist.get_node_local_rank(0)
+    if place >= gpus:
+        raise InvalidArgument(
+            f"there are {place + 1} processes or more on this host, expected at most {gpus}, one for each GPU; pass "
+            "--device cpu"
+        )
+    return torch.device("cuda", place)
+
+
+@contextmanager
+def joined(device: torch.device, timeout_s: float) -> Iterator[dist.ProcessGroup]:
+    """Join the others, over NCCL on GPUs, else over gloo; leave them at the end, unless that failed.
+
+    Raises:
+        PeerTimeout: not all came.
+    """
+    gpu = device.type == "cuda"
+    if gpu:
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            "nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout_s), device_id=device if gpu else None
+        )
+    except RuntimeError as error:
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        _, _, rank = rendezvous()
+        raise PeerTimeout(rank, [], "joining the process group", 0, cause) from error
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    dist.destroy_process_group()  # not after an error: without a rank it may wait for ever

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenloom.bench.comm.cases import Operation
-from tokenloom.bench.common.inputs import Inputs, expert_outputs
+from tokenloom.bench.workload import Inputs, Operation, expert_outputs
 from tokenloom.plan import Plan
 
 NAME = "deep_ep"

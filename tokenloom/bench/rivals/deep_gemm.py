@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from tokenloom.bench.common.packages import PackageMissing
-from tokenloom.bench.mega.work import MegaShape
+from tokenloom.bench import PackageMissing
+from tokenloom.bench.mega_work import MegaShape
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops.quant import quantize_fp8
 
@@ -53,15 +53,7 @@ def find_module(shape: MegaShape) -> ModuleType:
 
 
 class DeepGemm:
-    """The fused FP8 layer of deep_gemm for SM90. Making one is collective.
-
-    Args:
-        group: all ranks, on one host.
-        shape: the layer.
-        max_tokens: most tokens of a rank in any call.
-        l1_weights: float8_e4m3fn [E / W, 2I, H], gates first, and float32 [E / W, 2I / 128, H / 128].
-        l2_weights: float8_e4m3fn [E / W, H, I] and float32 [E / W, H / 128, I / 128].
-    """
+    """The fused FP8 layer of deep_gemm for SM90, on one host; see :class:`tokenloom.bench.mega.Other`."""
 
     about: ClassVar[str] = (
         f"{NAME} takes x in FP8 with scales, which were made before; ours takes x in bfloat16 and quantises it on its "
@@ -88,16 +80,7 @@ class DeepGemm:
     def prepared_call(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
     ) -> Callable[[], None]:
-        """The layer on these inputs, ready to be called again and again until the next are prepared.
-
-        The layer takes FP8, so x is quantised here, once.
-
-        Args:
-            x: bfloat16 [T, H].
-            topk_ids: [T, K].
-            topk_weights: float32 [T, K].
-            out: bfloat16 [T, H], which each call writes.
-        """
+        """Return the layer on these inputs. It takes FP8, so x is quantised here, once."""
         values, scales = quantize_fp8(x)
         rows, buffer = len(x), self._buffer
         buffer.x[:rows].copy_(values)

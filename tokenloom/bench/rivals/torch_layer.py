@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from tokenloom.bench.train.work import Weights
+from tokenloom.bench.train_work import Weights
 from tokenloom.ops.expert_gemms import ExpertGemms, gemms_for
 from tokenloom.ops.experts import run_experts
 from tokenloom.ops.router import Router, router_logits

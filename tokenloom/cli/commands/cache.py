@@ -13,7 +13,7 @@ from tokenloom.cli.terminal import FAILED, console
 
 def list_kernels() -> None:
     """Show the compiled kernels on disk."""
-    from tokenloom.bench.common.tables import Fitted
+    from tokenloom.bench.tables import Fitted
     from tokenloom.cli import kernel_cache
 
     entries = kernel_cache.sorted_entries()
@@ -32,7 +32,7 @@ def inspect_kernels(
 
     NAME is a kernel, or the beginning of a key, as list shows them. Without it, all kernels are shown.
     """
-    from tokenloom.bench.common.tables import Fitted
+    from tokenloom.bench.tables import Fitted
     from tokenloom.cli import kernel_cache
 
     entries = kernel_cache.sorted_entries()
@@ -67,7 +67,7 @@ def build_kernels(
     It makes both forms of kernels that have one for plans of at most 2,048 tokens on all ranks, and one for others.
     """
     from tokenloom import env
-    from tokenloom.bench.common.shape import Shape
+    from tokenloom.bench.workload import Shape
     from tokenloom.cli import kernel_cache
 
     specs = kernel_cache.variants(Shape(1, hidden, top_k, num_experts).plan(num_ranks))

@@ -46,24 +46,23 @@ def check_network(
     """Check bits, order and speed of everything between ranks, on ranks of its own or under torchrun."""
     require_writable("--constants", constants_file)
     require_writable("--json", json_file)
-    from tokenloom.bench.network import launched
+    from tokenloom.bench.network.check import Options
+    from tokenloom.bench.network.run import by_torchrun, run_launched, run_on_own_ranks
+    from tokenloom.bench.setup import Run
 
-    by_torchrun = launched.by_torchrun()
-    if by_torchrun and ranks is not None:
-        raise typer.BadParameter(f"is {ranks}, but torchrun has started the ranks; leave it out", param_hint="--ranks")
-    if not by_torchrun:
+    options = Options(ranks_per_node, timeout_s, rounds, seed, fits_constants=constants_file is not None)
+    if by_torchrun():
+        if ranks is not None:
+            said = f"is {ranks}, but torchrun has started the ranks; leave it out"
+            raise typer.BadParameter(said, param_hint="--ranks")
+        unknown = Run(console(), 0, "", sys.argv[1:], json_file)
+        passed = run_launched(unknown, device.value if device else None, options, constants_file)
+    else:
         num_ranks, where = pick_ranks(ranks, device, least=2)
         require_nodes(ranks_per_node, num_ranks)
         _require_several_nodes(constants_file, num_ranks, where, ranks_per_node)
-    from tokenloom.bench.network.on_rank import Options
-    from tokenloom.bench.network.run import Files, run_launched, run_on_own_ranks
-
-    options = Options(ranks_per_node, timeout_s, rounds, seed, fits_constants=constants_file is not None)
-    files = Files(json_file, constants_file)
-    if by_torchrun:
-        passed = run_launched(console(), device.value if device else None, options, files, sys.argv[1:])
-    else:
-        passed = run_on_own_ranks(console(), num_ranks, where, options, files, sys.argv[1:])
+        run = Run(console(), num_ranks, where, sys.argv[1:], json_file)
+        passed = run_on_own_ranks(run, options, constants_file)
     if not passed:
         raise typer.Exit(FAILED)
 

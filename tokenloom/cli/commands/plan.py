@@ -105,8 +105,7 @@ def plan(
     if budget is not None and nodes is None and routing_file is None:
         raise typer.BadParameter(f"is {budget:g}, but it is for one cluster; give --nodes too", param_hint="--budget")
 
-    from tokenloom.bench.plan.rows import Problem
-    from tokenloom.bench.plan.run import run_plan
+    from tokenloom.bench.plan import Problem, run_plan
     from tokenloom.tune.network.constants import FITTED, read_constants, with_rates
     from tokenloom.tune.network.routing_file import read_routing
 

@@ -48,22 +48,19 @@ def tune(
     require_writable("--json", json_file)
     num_ranks, where = pick_ranks(ranks, device, least=1)
     from tokenloom.backends import registry
-    from tokenloom.bench.common.shape import Shape
+    from tokenloom.bench.setup import Run
     from tokenloom.bench.tune import run_tune
+    from tokenloom.bench.workload import Shape
 
     require_known("--backend", [backend], ["auto", *registry.names()])
     kept = run_tune(
-        console(),
-        num_ranks,
-        where,
+        Run(console(), num_ranks, where, sys.argv[1:], json_file),
         Shape(tokens, hidden, top_k, num_experts),
         intermediate=intermediate,
         dtype=dtype.value,
         skew=skew,
         backend=backend,
-        command=sys.argv[1:],
         iterations=iterations,
-        json_file=json_file,
     )
     if not kept:
         raise typer.Exit(FAILED)

@@ -1,1 +1,0 @@
-"""What all benchmarks share: shapes, inputs, clocks, percentiles, files and charts."""

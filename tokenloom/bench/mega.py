@@ -1,0 +1,550 @@
+"""``tokenloom bench mega``: the fused FP8 layer for inference, as a whole and by stages, beside other layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+from tokenloom.bench import clock as clocks
+from tokenloom.bench import harness, legends
+from tokenloom.bench.clock import Clock, try_capture
+from tokenloom.bench.harness import Contestant, Measured, Sample, percentiles, take_turns
+from tokenloom.bench.mega_trace import write_trace
+from tokenloom.bench.mega_work import FP8_TFLOPS, HBM_GBYTES_PER_S, MegaShape, Work, make_weights, work
+from tokenloom.bench.plot import load_matplotlib, write_curves_png
+from tokenloom.bench.rivals.deep_gemm import DeepGemm, Weights
+from tokenloom.bench.setup import Run
+from tokenloom.bench.tables import counted, make_table
+from tokenloom.bench.workload import LINK_GBYTES_PER_S
+from tokenloom.compat.deep_gemm.testing import calc_diff
+from tokenloom.errors import InvalidArgument
+from tokenloom.inference.mega_moe import MegaMoE
+from tokenloom.inference.trace import MegaTimes
+from tokenloom.ops.gemm import interleave_gate_and_up
+from tokenloom.runtime.processes import RankContext
+
+OURS = "tokenloom"
+INPUT = "bfloat16"
+"""What our x is."""
+CLOCKS = ("graph", "events")
+"""A call in a replay, and an eager one. What else is timed of a layer are its stages."""
+NAMED_SIZES = (
+    ("ep", "num_ranks"),
+    ("t", "num_tokens"),
+    ("h", "hidden"),
+    ("i", "intermediate"),
+    ("e", "num_experts"),
+    ("k", "top_k"),
+    ("s", "num_shared_experts"),
+)
+"""Letters before the sizes in a row's name, in that order. The last size is there only if it is not 0."""
+
+
+class Other(Protocol):
+    """A layer beside ours. Making one and closing it are collective.
+
+    Args:
+        group: all ranks.
+        shape: the layer.
+        max_tokens: most tokens of a rank in any call.
+        l1_weights: float8_e4m3fn [E / W + S, 2I, H], gates first, and float32 [E / W + S, 2I / 128, H / 128].
+        l2_weights: float8_e4m3fn [E / W + S, H, I] and float32 [E / W + S, H / 128, I / 128].
+
+    Attributes:
+        about: what readers of its numbers have to know.
+        input: dtype of its x.
+        most_difference: limit for ``calc_diff`` of its output and ours.
+    """
+
+    about: ClassVar[str]
+    input: ClassVar[str]
+    most_difference: ClassVar[float]
+
+    @staticmethod
+    def load(shape: MegaShape) -> str | None:
+        """Return its version, if it has one. It raises InvalidArgument where it is not there, or lacks something."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, shape: MegaShape, max_tokens: int, l1_weights: Weights, l2_weights: Weights
+    ) -> None: ...
+
+    def prepared_call(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
+    ) -> Callable[[], Any]:
+        """Return the layer on these inputs, ready to be called until the next are prepared.
+
+        Args:
+            x: bfloat16 [T, H].
+            topk_ids: int32 [T, K].
+            topk_weights: float32 [T, K].
+            out: bfloat16 [T, H], which each call writes.
+        """
+
+    def close(self) -> None:
+        """Release its buffers, behind everything on the current streams."""
+
+
+def make_mega(
+    group: dist.ProcessGroup, shape: MegaShape, max_tokens: int, device: torch.device, backend: str = "auto"
+) -> MegaMoE:
+    """The layer of these sizes, without weights. Collective."""
+    return MegaMoE(
+        group,
+        num_experts=shape.num_experts,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        top_k=shape.top_k,
+        max_tokens_per_rank=max_tokens,
+        num_shared_experts=shape.num_shared_experts,
+        device=device,
+        backend=backend,
+    )
+
+
+class Composed:
+    """MegaMoE as calls that anybody could make: dispatch, grouped GEMMs, combine; see :class:`Other`."""
+
+    about: ClassVar[str] = (
+        "composed is MegaMoE(backend='composed'): dispatch, grouped GEMMs and combine, whose host reads how many rows "
+        "have come"
+    )
+    input: ClassVar[str] = INPUT
+    most_difference: ClassVar[float] = 1e-3
+
+    @staticmethod
+    def load(shape: MegaShape) -> str | None:
+        """It is always there."""
+        return None
+
+    def __init__(
+        self, group: dist.ProcessGroup, shape: MegaShape, max_tokens: int, l1_weights: Weights, l2_weights: Weights
+    ) -> None:
+        w1, w1_scales = l1_weights
+        self._mega = make_mega(group, shape, max_tokens, w1.device, "composed")
+        self._mega.use_weights(interleave_gate_and_up(w1), w1_scales, *l2_weights)
+
+    def prepared_call(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
+    ) -> Callable[[], Any]:
+        """Return the layer on these inputs."""
+        return lambda: self._mega(x, topk_ids, topk_weights, out=out)
+
+    def close(self) -> None:
+        """Raise what its calls have left behind, and release its buffers."""
+        self._mega.check()
+        self._mega.close()
+
+
+OTHERS: dict[str, type[Any]] = {"deep_gemm": DeepGemm, "composed": Composed}
+
+
+def load(names: Sequence[str], shape: MegaShape) -> dict[str, str | None]:
+    """Find these layers, before anything starts.
+
+    Returns:
+        Versions by name.
+
+    Raises:
+        InvalidArgument: a name is unknown, or the layer is not there.
+    """
+    unknown = [name for name in names if name not in OTHERS]
+    if unknown:
+        raise InvalidArgument(f"against is {unknown[0]!r}, expected one of {', '.join(OTHERS)}")
+    return {name: OTHERS[name].load(shape) for name in names}
+
+
+@dataclass(frozen=True)
+class MegaFound:
+    """What one rank found for one number of tokens.
+
+    Attributes:
+        layers: everybody by name, OURS first; the difference is by
+            :func:`tokenloom.compat.deep_gemm.testing.calc_diff`.
+        traced: times of a call of ours by itself, if it was asked for.
+    """
+
+    layers: dict[str, Measured]
+    traced: MegaTimes | None = None
+
+
+@torch.no_grad()
+def measure_on_rank(
+    context: RankContext,
+    shape: MegaShape,
+    tokens: Sequence[int],
+    iterations: int,
+    cold: bool,
+    against: Sequence[str],
+    traced: bool = False,
+) -> list[MegaFound]:
+    """What this rank finds for each number of tokens. Collective.
+
+    Args:
+        cold: overwrite L2 before each sample, and let a sample be one call.
+        against: names of OTHERS, which are measured too.
+        traced: trace a call of the last number of tokens.
+    """
+    clock = Clock(context, cold)
+    found: list[MegaFound] = []
+    with make_mega(context.group, shape, max(tokens), context.device) as mega:
+        w1, w1_scales, w2, w2_scales = make_weights(shape, context)
+        weights = ((w1, w1_scales), (w2, w2_scales))
+        others = {name: OTHERS[name](context.group, shape, max(tokens), *weights) for name in against}
+        w1 = interleave_gate_and_up(w1)
+        mega.use_weights(w1, w1_scales, w2, w2_scales)
+        for i, num_tokens in enumerate(tokens):
+            if context.rank == 0:
+                context.report(f"{num_tokens} tokens on every rank")
+            last = i == len(tokens) - 1
+            found.append(_measure(clock, mega, others, shape, num_tokens, iterations, traced and last))
+        # Only now: after a failure the others may never reach a collective.
+        for other in others.values():
+            other.close()
+    return found
+
+
+class StagedGraph:
+    """One call of ours in a graph, with an event behind each stage. Making one is collective."""
+
+    def __init__(self, clock: Clock, mega: MegaMoE, call: Callable[[], Any]) -> None:
+        self._clock = clock
+        self._events: list[tuple[str, torch.cuda.Event]] = []
+
+        def staged_call() -> None:
+            self._record("begin")
+            mega.after_stage = self._record
+            call()
+            mega.after_stage = None
+
+        self._graph = clocks.capture(staged_call, calls=1)
+
+    def _record(self, stage: str) -> None:
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        event.record()
+        self._events.append((stage, event))
+
+    def sample(self) -> dict[str, float]:
+        """Microseconds of each stage of one replay, in their order. Ranks meet in a collective right before it."""
+        self._clock.replay_us(self._graph)
+        pairs = zip(self._events, self._events[1:], strict=False)
+        return {stage: before.elapsed_time(after) * 1e3 for (_, before), (stage, after) in pairs}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer on fixed inputs.
+
+    Attributes:
+        call: an eager call, which writes ``out``.
+        out: bfloat16 [T, H].
+        graph: a graph of Clock.calls calls, or None, which ``why_not`` explains.
+    """
+
+    call: Callable[[], Any]
+    out: torch.Tensor
+    graph: torch.cuda.CUDAGraph | None
+    why_not: str = ""
+
+    def output(self, clock: Clock) -> torch.Tensor:
+        """``out``, wiped and written once more by what was measured."""
+        self.out.fill_(torch.nan)
+        if self.graph is None:
+            clock.call_us(self.call)
+        else:
+            clock.replay_us(self.graph)
+        return self.out
+
+
+def _measure(
+    clock: Clock,
+    mega: MegaMoE,
+    others: Mapping[str, Other],
+    shape: MegaShape,
+    num_tokens: int,
+    iterations: int,
+    traced: bool,
+) -> MegaFound:
+    context = clock.context
+    generator = torch.Generator(context.device).manual_seed(context.rank)
+    drawn: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": context.device}
+    x = torch.randn(num_tokens, shape.hidden, **drawn).bfloat16()
+    ids = shape.topk_ids(context.rank, num_tokens).to(context.device)
+    weights = torch.rand(num_tokens, shape.top_k, **drawn)
+    weights.masked_fill_(ids < 0, 0)  # not every layer promises to leave the weight of an unused place unread
+    out = torch.empty_like(x)
+
+    def call() -> None:
+        mega(x, ids, weights, out=out)
+
+    clocks.warm_up(call)
+    ours = Layer(call, out, clock.capture(call))
+    staged = StagedGraph(clock, mega, call)
+    layers = {OURS: ours} | {name: _of_other(clock, other, x, ids, weights) for name, other in others.items()}
+    measured = {name: Measured(why_not=each.why_not) for name, each in layers.items()}
+    take_turns(
+        contestants(clock, layers, measured) | {"stages": Contestant(staged.sample, measured[OURS])}, iterations
+    )
+    for name, each in layers.items():
+        if name != OURS:
+            measured[name] = replace(measured[name], difference=calc_diff(ours.output(clock), each.output(clock)))
+    times = _traced_call(clock, mega, call) if traced else None
+    mega.check()
+    return MegaFound(measured, times)
+
+
+def contestants(clock: Clock, layers: Mapping[str, Layer], measured: Mapping[str, Measured]) -> dict[str, Contestant]:
+    """All layers by graph, as far as they have one, then all by events."""
+    found: dict[str, Contestant] = {}
+    for name, each in layers.items():
+        if each.graph is not None:
+            sample = partial(_sample, "graph", clock.replay_us, each.graph)
+            found[f"{name}, graph"] = Contestant(sample, measured[name])
+    for name, each in layers.items():
+        found[f"{name}, events"] = Contestant(partial(_sample, "events", clock.call_us, each.call), measured[name])
+    return found
+
+
+def _sample(what: str, take_us: Callable[[Any], float], given: Any) -> Sample:
+    return {what: take_us(given)}
+
+
+def _of_other(clock: Clock, other: Other, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Layer:
+    out = torch.empty_like(x)
+    call = other.prepared_call(x, ids, weights, out)
+    clocks.warm_up(call)
+    return Layer(call, out, *try_capture(clock, call, out))
+
+
+def _traced_call(clock: Clock, mega: MegaMoE, call: Callable[[], Any]) -> MegaTimes:
+    times = mega.trace()
+    clocks.warm_up(call)
+    graph = clocks.capture(call, calls=1)
+    clock.replay_us(graph)
+    times.zero_()
+    clock.replay_us(graph)
+    return times.cpu()
+
+
+@dataclass(frozen=True)
+class MegaRow:
+    """Numbers of one layer for one number of tokens.
+
+    Attributes:
+        name: mega[/other layer]/ranks/tokens/hidden/intermediate/experts/top-k[/shared experts]/clock[/cold].
+        who: "tokenloom", or the other layer's name.
+        p50_us, p99_us, slowest_rank: time of a call, by the clock in the name.
+        events_us: p50 around one eager call.
+        tflops: rate per rank, per p50.
+        hbm_gbytes_per_s: weights of the experts that have a token, on the rank with most such experts, per p50.
+        nvlink_gbytes_per_s: what leaves the busiest rank when ours runs, per p50.
+        floor_us: least time; the legend of the table says what it is.
+        times_floor: p50 over floor_us; None where that is 0.
+        stages_us: p50 of each stage; empty for other layers.
+        cold: whether L2 was overwritten before each sample.
+        times_ours: in another layer's row, its time over ours, both by graph, or both by events where it has no graph.
+        difference: there, distance of the outputs, on the rank where it is largest.
+        setup: everything needed to repeat the row, besides what all rows of a run share.
+    """
+
+    name: str
+    who: str
+    p50_us: float
+    p99_us: float
+    slowest_rank: int
+    events_us: float
+    tflops: float
+    hbm_gbytes_per_s: float
+    nvlink_gbytes_per_s: float
+    floor_us: float
+    times_floor: float | None
+    stages_us: dict[str, float]
+    cold: bool
+    times_ours: float | None
+    difference: float | None
+    setup: dict[str, Any]
+
+
+def make_rows(
+    shape: MegaShape, num_ranks: int, num_tokens: int, iterations: int, cold: bool, by_rank: Sequence[MegaFound]
+) -> list[MegaRow]:
+    """Make our row, and one of each other layer, from what all ranks found."""
+    common = asdict(shape) | {
+        "num_tokens": num_tokens,
+        "num_ranks": num_ranks,
+        "iterations": iterations,
+        "rounds": harness.ROUNDS,
+    }
+    needed, rows = work(shape, num_ranks, num_tokens), list[MegaRow]()
+    for who in by_rank[0].layers:
+        found = [each.layers[who] for each in by_rank]
+        its_input = INPUT if who == OURS else OTHERS[who].input
+        row = _make_row(who, needed, cold, common | {"x": its_input}, found)
+        if who != OURS:
+            same_clock = rows[0].p50_us if row.setup["clock"] == "graph" else rows[0].events_us
+            # numpy's maximum keeps NaN, which is the largest difference of all.
+            most = float(np.max([each.difference for each in found]))
+            row = replace(row, times_ours=row.p50_us / same_clock, difference=most)
+        rows.append(row)
+    return rows
+
+
+def _make_row(who: str, needed: Work, cold: bool, common: dict[str, Any], by_rank: Sequence[Measured]) -> MegaRow:
+    times = percentiles(by_rank)
+    clock = "graph" if "graph" in times else "events"
+    p50, p99, slowest_rank = times[clock]
+    name = ["mega"] if who == OURS else ["mega", who]
+    name += [f"{letter}{common[size]}" for letter, size in NAMED_SIZES if letter != "s" or common[size]]
+    return MegaRow(
+        name="/".join([*name, clock, *(["cold"] if cold else [])]),
+        who=who,
+        p50_us=p50,
+        p99_us=p99,
+        slowest_rank=slowest_rank,
+        events_us=times["events"][0],
+        tflops=needed.flops / p50 / 1e6,
+        hbm_gbytes_per_s=needed.weight_bytes / p50 / 1e3,
+        nvlink_gbytes_per_s=needed.sent_bytes / p50 / 1e3,
+        floor_us=needed.floor_us,
+        times_floor=p50 / needed.floor_us if needed.floor_us else None,
+        stages_us={what: median for what, (median, _, _) in times.items() if what not in CLOCKS},
+        cold=cold,
+        times_ours=None,
+        difference=None,
+        setup=common
+        | {
+            "clock": clock,
+            "calls_per_sample": clocks.GRAPH_CALLS if clock == "graph" and not cold else 1,
+            "why_no_graph": by_rank[0].why_not,
+        },
+    )
+
+
+def notes(rows: Sequence[MegaRow]) -> list[str]:
+    """Lines that make another layer's numbers credible: how it was timed, and whether both computed the same."""
+    said = [
+        f"{row.who}: its calls could not be captured ({row.setup['why_no_graph']}); its p50 and p99 are of events, "
+        "and compared with ours of events"
+        for row in rows
+        if row.setup["why_no_graph"]
+    ]
+    differences: dict[str, list[float]] = {}
+    for row in rows:
+        if row.difference is not None:
+            differences.setdefault(row.who, []).append(row.difference)
+    for who, found in differences.items():
+        worst, limit = float(np.max(found)), OTHERS[who].most_difference
+        agree = "so they agree" if worst < limit else "SO THEY DO NOT AGREE: believe no row"
+        said.append(
+            f"outputs: 1 - 2 sum(xy) / sum(x^2 + y^2) of ours and {who}'s is {worst:.2g} at most; the limit is "
+            f"{limit}, {agree}"
+        )
+    return list(dict.fromkeys(said))
+
+
+def table(rows: Sequence[MegaRow]) -> Table:
+    """All rows, for people. Names of layers and a comparison appear only where there are others than ours."""
+    others = any(row.who != OURS for row in rows)
+    stages = list(rows[0].stages_us) if rows else []
+    headers = ["tokens", *(["layer"] if others else []), "p50\nµs", "p99\nµs", "events\nµs", "TFLOP\n/s"]
+    headers += ["HBM\nGB/s", "NVLink\nGB/s", "floor\nµs", "times\nfloor", *(["times\nours"] if others else [])]
+    headers += [f"{stage}\nµs" for stage in stages]
+    # With two more columns it takes all of a console 120 wide.
+    result = make_table(headers, left=(), padding=(0, 0 if others else 1, 0, 0))
+    for row in rows:
+        numbers = (row.p50_us, row.p99_us, row.events_us, row.tflops, row.hbm_gbytes_per_s, row.nvlink_gbytes_per_s)
+        cells = [str(row.setup["num_tokens"])]
+        if others:
+            cells.append(row.who if row.setup["clock"] == "graph" else f"{row.who}, events")
+        cells += [f"{value:,.0f}" for value in (*numbers, row.floor_us)]
+        cells.append("-" if row.times_floor is None else f"{row.times_floor:.2f}")
+        if others:
+            cells.append("" if row.times_ours is None else f"{row.times_ours:.2f}")
+        cells += [f"{row.stages_us[stage]:,.0f}" if stage in row.stages_us else "" for stage in stages]
+        result.add_row(*cells)
+    return result
+
+
+def curves(rows: Sequence[MegaRow]) -> dict[str, list[tuple[float, float]]]:
+    """Points (tokens, p50 in microseconds) by layer and clock, for a plot."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        found.setdefault(f"{row.who}, {row.setup['clock']}", []).append((row.setup["num_tokens"], row.p50_us))
+    return {who: sorted(points) for who, points in found.items()}
+
+
+def floors(rows: Sequence[MegaRow]) -> list[tuple[float, float]]:
+    """Points (tokens, floor in microseconds), without floors of 0, which have no place on a logarithmic axis."""
+    return sorted({(row.setup["num_tokens"], row.floor_us) for row in rows if row.floor_us > 0})
+
+
+def run_mega(
+    run: Run,
+    shape: MegaShape,
+    tokens: Sequence[int],
+    iterations: int,
+    *,
+    cold: bool = False,
+    against: Sequence[str] = (),
+    trace_file: Path | None = None,
+) -> None:
+    """Measure every number of tokens on GPUs, print a table, write the files that were asked for.
+
+    Args:
+        shape: the layer.
+        tokens: tokens of every rank, one row each.
+        iterations: samples of each row, at least harness.ROUNDS.
+        cold: overwrite L2 before each sample, which then is one call.
+        against: names of OTHERS, measured in turns with ours.
+        trace_file: file for a call of the last number of tokens, for Perfetto.
+
+    Raises:
+        InvalidArgument: a layer does not take the shape.
+        PackageMissing: a plot without matplotlib; a layer that is not there.
+        RankFailed: a rank failed.
+    """
+    if run.plot_file is not None:
+        load_matplotlib()
+    versions = load(against, shape)
+    setup = run.setup() | {name: version for name, version in versions.items() if version is not None}
+    limit_s = harness.limit_s(iterations) * len(tokens) * (1 + len(against))
+    with run.ranks() as (pool, starting):
+        arguments = (shape, list(tokens), iterations, cold, list(against), trace_file is not None)
+        results = pool.run(measure_on_rank, *arguments, limit_s=limit_s, on_event=starting)
+    rows = [
+        row
+        for i, num_tokens in enumerate(tokens)
+        for row in make_rows(shape, run.num_ranks, num_tokens, iterations, cold, [each[i] for each in results])
+    ]
+    said = notes(rows)
+    run.say(f"{counted(run.num_ranks, 'rank')} on {setup['device_name']}")
+    run.show(table(rows), keys=2 if against else 1)
+    run.say(legend(cold, against), *said)
+    run.keep(setup, said, rows)
+    if run.plot_file is not None:
+        sizes = f"hidden {shape.hidden}, intermediate {shape.intermediate}, top-{shape.top_k} of {shape.num_experts}"
+        about = f"{sizes} experts{', cold L2' if cold else ''}"
+        write_curves_png(run.plot_file, setup, "MegaMoE", about, curves(rows), {"floor": floors(rows)})
+        run.say(f"chart written to {run.plot_file}")
+    if trace_file is not None:
+        name = [row.name for row in rows if row.who == OURS][-1]
+        traced = [times for each in results if (times := each[-1].traced) is not None]
+        write_trace(trace_file, setup, name, tokens[-1], traced)
+        run.say(f"a call of {tokens[-1]} tokens written to {trace_file}; open it in Perfetto")
+
+
+def legend(cold: bool, against: Sequence[str]) -> str:
+    """Explain the table's columns."""
+    calls = "one call" if cold else f"{clocks.GRAPH_CALLS} calls"
+    parts = [legends.MEGA.format(calls=calls, hbm=HBM_GBYTES_PER_S, tflops=FP8_TFLOPS, link=LINK_GBYTES_PER_S)]
+    parts += [legends.MEGA_COLD] if cold else []
+    parts += [f"{OTHERS[name].about}." for name in against]
+    parts += [legends.MEGA_OTHERS] if against else []
+    return " ".join(parts)

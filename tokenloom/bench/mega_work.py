@@ -1,0 +1,133 @@
+"""What ``tokenloom bench mega`` gives the layer to do, and the least time that a machine needs to do it its way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tokenloom.bench.workload import LINK_GBYTES_PER_S
+from tokenloom.plan import FP8_BLOCK
+from tokenloom.runtime.processes import RankContext
+from tokenloom.tune.samples import draw_topk_ids
+
+HBM_GBYTES_PER_S, FP8_TFLOPS = 4370.0, 1388.0
+"""Rates of an H200, for the floor: HBM reads, and cuBLAS without block scales."""
+
+WEIGHT_SEED = 1_000_000
+"""Seed of expert 0. No rank has it: weights must not resemble tokens."""
+
+SCALE_BYTES = HOME_BYTES = WEIGHT_BYTES = 4
+"""Bytes beside a row's values: a scale, the place of its result, and its weight."""
+
+
+@dataclass(frozen=True)
+class MegaShape:
+    """A layer and its routing.
+
+    Attributes:
+        hidden, intermediate, num_experts, top_k: H, I, E and K.
+        masked_ratio: share of routes that are -1.
+        skew: s; experts are drawn with probability proportional to 1 / place^s, so 0 makes all alike.
+        num_shared_experts: S; every token goes to them on its own rank.
+    """
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    masked_ratio: float = 0.0
+    skew: float = 0.0
+    num_shared_experts: int = 0
+
+    @property
+    def expert_weights(self) -> int:
+        """Values of one expert's weights, which are as many bytes in FP8."""
+        return 3 * self.hidden * self.intermediate
+
+    def topk_ids(self, rank: int, num_tokens: int) -> torch.Tensor:
+        """Routing of one rank: int32 [T, K] on the CPU, different experts for each token."""
+        sizes = (num_tokens, self.num_experts, self.top_k)
+        return draw_topk_ids(rank, *sizes, self.skew, self.masked_ratio)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least that one call has to do.
+
+    Attributes:
+        flops: operations per rank, for all ranks' routes and shared experts.
+        busiest_flops: operations of the rank that has most.
+        weight_bytes: weights of the experts that have a token, on the rank that has most such experts.
+        sent_bytes: bytes that leave the busiest rank over its links: a row for each route, there and back.
+    """
+
+    flops: float
+    busiest_flops: int
+    weight_bytes: int
+    sent_bytes: int
+
+    @property
+    def floor_us(self) -> float:
+        """The longest of HBM, arithmetic and links, at the rates measured on an H200."""
+        return max(
+            self.weight_bytes / HBM_GBYTES_PER_S / 1e3,
+            self.busiest_flops / FP8_TFLOPS / 1e6,
+            self.sent_bytes / LINK_GBYTES_PER_S / 1e3,
+        )
+
+
+def work(shape: MegaShape, num_ranks: int, num_tokens: int) -> Work:
+    """The work of one call with ``num_tokens`` tokens on each of ``num_ranks`` ranks."""
+    ids = [shape.topk_ids(rank, num_tokens) for rank in range(num_ranks)]
+    experts = torch.cat([each[each >= 0] for each in ids]).long()
+    per_expert = torch.bincount(experts, minlength=shape.num_experts).view(num_ranks, -1)
+    touched, most_routes = int((per_expert > 0).sum(1).max()), int(per_expert.sum(1).max())
+    shared, shared_routes = shape.num_shared_experts if num_tokens else 0, num_tokens * shape.num_shared_experts
+    return Work(
+        flops=(len(experts) / num_ranks + shared_routes) * 2 * shape.expert_weights,
+        busiest_flops=(most_routes + shared_routes) * 2 * shape.expert_weights,
+        weight_bytes=(touched + shared) * shape.expert_weights,
+        sent_bytes=max(bytes_out(shape, num_ranks, rank, ids) for rank in range(num_ranks)),
+    )
+
+
+def bytes_out(shape: MegaShape, num_ranks: int, rank: int, ids: Sequence[torch.Tensor]) -> int:
+    """Bytes that leave a rank: for each route to another rank an FP8 row of x with its scales, home and weight, and
+    for each route of others' tokens a bfloat16 result."""
+    local = shape.num_experts // num_ranks
+    to_others = int(((ids[rank] >= 0) & (ids[rank] // local != rank)).sum())
+    back = sum(int((ids[other] // local == rank).sum()) for other in range(num_ranks) if other != rank)
+    row_bytes = shape.hidden + shape.hidden // FP8_BLOCK * SCALE_BYTES + HOME_BYTES + WEIGHT_BYTES
+    return to_others * row_bytes + back * shape.hidden * 2
+
+
+def make_weights(
+    shape: MegaShape, context: RankContext
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random weights of this rank's E / W experts and the S shared ones; outputs are about as large as inputs.
+
+    Returns:
+        w1: float8_e4m3fn [E / W + S, 2I, H], gates first.
+        w1_scales: float32 [E / W + S, 2I / 128, H / 128].
+        w2: float8_e4m3fn [E / W + S, H, I].
+        w2_scales: float32 [E / W + S, H / 128, I / 128].
+    """
+    device, local = context.device, shape.num_experts // context.num_ranks
+    experts = [*range(context.rank * local, (context.rank + 1) * local)]
+    # Numbers that no rank has: shared experts are the same everywhere.
+    experts += range(shape.num_experts, shape.num_experts + shape.num_shared_experts)
+    sizes = ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate))
+    found: list[torch.Tensor] = []
+    for rows, columns in sizes:
+        found.append(torch.empty(len(experts), rows, columns, dtype=torch.float8_e4m3fn, device=device))
+        found.append(torch.empty(len(experts), rows // 128, columns // 128, dtype=torch.float32, device=device))
+    w1, w1_scales, w2, w2_scales = found
+    for i, expert in enumerate(experts):
+        generator = torch.Generator(device).manual_seed(WEIGHT_SEED + expert)
+        for values, scales in ((w1[i], w1_scales[i]), (w2[i], w2_scales[i])):
+            values.copy_(torch.randn(values.shape, generator=generator, dtype=torch.float32, device=device))
+            # Scales differ, so that outputs differ if somebody takes the scale of another block.
+            scales.uniform_(0.5, 1.5, generator=generator).mul_(values.shape[1] ** -0.5)
+    return w1, w1_scales, w2, w2_scales

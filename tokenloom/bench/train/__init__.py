@@ -1,1 +1,0 @@
-"""``tokenloom bench train``: a training step of ExpertParallelMoE, checked, and beside baselines."""
