@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from rich.console import Console
 
-from tokenloom.backends.nvlink.buffers import is_eager
+from tokenloom.backends.peers.buffers import is_eager
 from tokenloom.bench.comm_calls import CallMaker, make_sampler
 from tokenloom.bench.comm_work import Series, plan_series, shapes_for
 from tokenloom.bench.harness import Sample, of_the_slowest

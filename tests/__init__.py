@@ -3,6 +3,6 @@
 import os
 
 if "TOKENLOOM_TEST_RANKS" in os.environ:  # ranks may share GPUs, see conftest.py
-    from tokenloom.backends.nvlink import registration
+    from tokenloom.backends.peers import backend
 
-    registration.gpu_identity = lambda device: f"of process {os.getpid()}"
+    backend.gpu_identity = lambda device: f"of process {os.getpid()}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from unittest import mock
 
 from tests.support.cases import Problem
-from tokenloom.backends.nvlink import buffers
+from tokenloom.backends.peers import buffers
 
 
 def in_large_plan(problem: Problem) -> Problem:

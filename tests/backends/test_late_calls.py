@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tokenloom.backends.nvlink.late_ranks import LateRanks, require_no_capture
+from tokenloom.backends.peers.late_ranks import LateRanks, require_no_capture
 from tokenloom.errors import InvalidArgument, PeerTimeout
 
 RESULT = "what the call gives"

@@ -362,7 +362,7 @@ def test_all_ranks_choose_alike(context: RankContext, failing: str) -> None:
     kernels = mock.Mock(side_effect=RuntimeError("no room") if last and failing == "memory" else None)
     ranks.device = torch.device("cuda")
     with (
-        mock.patch.object(nvlink_inside.nvlink, "REGISTRATION", mock.Mock(probe=probe, objections=lambda found: [])),
+        mock.patch.object(nvlink_inside.peers, "REGISTRATION", mock.Mock(probe=probe, objections=lambda found: [])),
         mock.patch.object(registration.nvlink_inside, "NvlinkInside", kernels),
         mock.patch.object(RankGroup, "all_gather_object", gathered_on_cpu),
     ):

@@ -19,8 +19,8 @@ from tests.support.cases import BF16, FP8, Case, Problem, make_problem, same_rou
 from tests.support.nvlink_cases import LAYOUTS, launcher_of, meet, new_comm, round_trip
 from tests.support.on_ranks import on_ranks
 from tokenloom import reference
-from tokenloom.backends.nvlink import buffers
-from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
+from tokenloom.backends.peers import buffers
+from tokenloom.backends.peers.outcomes import CALLS_IN_FLIGHT
 from tokenloom.errors import TokenloomError
 from tokenloom.runtime.processes import RankContext
 

@@ -13,7 +13,7 @@ from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, make_comm, make_problem, same_bits
 from tests.support.nvlink_cases import new_comm
 from tests.support.on_ranks import on_ranks
-from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
+from tokenloom.backends.peers.outcomes import CALLS_IN_FLIGHT
 from tokenloom.runtime.processes import RankContext
 
 NUM_GRAPHS = CALLS_IN_FLIGHT + 3

@@ -16,7 +16,7 @@ from tests.support.cases import BF16, FP32, Case, Problem, make_problem, same_bi
 from tests.support.graph_cases import EXPERT, Captured, Round, Step, plan_of, problem_of
 from tests.support.nvlink_cases import new_comm, same_combine
 from tests.support.on_ranks import on_ranks
-from tokenloom.backends.nvlink import buffers
+from tokenloom.backends.peers import buffers
 from tokenloom.runtime.processes import RankContext
 
 CASE = Case("too many", "", tokens=(100, 60, 0, 77), spare=3, experts_per_rank=2, hidden=128, top_k=4,

@@ -6,20 +6,19 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tokenloom.backends.nvlink.handle import NvlinkHandle
-from tokenloom.backends.nvlink.results import Results
+from tokenloom.backends.peers.handle import PeerHandle, Results
 from tokenloom.backends.seam import DispatchOptions
 from tokenloom.plan import Plan
 
 PLAN = Plan(1, 4, 128, 2, 3)
 
 
-def handle_of(ids: torch.Tensor) -> NvlinkHandle:
+def handle_of(ids: torch.Tensor) -> PeerHandle:
     """Of a dispatch of these ids; the rest does not matter."""
     options = DispatchOptions("expert", 1, "bounded", 3)
     results = Results(PLAN, 0, options, 3, {}, with_weights=False, with_scales=False)
     words = torch.zeros(results.words(len(ids)), dtype=torch.int32)
-    return NvlinkHandle(options, 0, len(ids), 3, ids, (words, 0, words.data_ptr()), results, None, None)
+    return PeerHandle(options, 0, len(ids), 3, ids, (words, 0, words.data_ptr()), results, None, None)
 
 
 CHANGES = {

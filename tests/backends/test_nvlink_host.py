@@ -17,13 +17,13 @@ import torch
 
 import tokenloom as tl
 from tests.support.stand_ins import Memory, StandIns, record_word
-from tokenloom.backends.nvlink import backend as backend_module
-from tokenloom.backends.nvlink import buffers as module
-from tokenloom.backends.nvlink import launcher as launcher_module
-from tokenloom.backends.nvlink import outcomes
-from tokenloom.backends.nvlink.buffers import Buffers, control_layout
-from tokenloom.backends.nvlink.launcher import Half, Launcher
-from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT, CAPTURED_SLOT, FAULT, FOLLOWS_A_FAULT, InFlight
+from tokenloom.backends.peers import backend as backend_module
+from tokenloom.backends.peers import buffers as module
+from tokenloom.backends.peers import opening as opening_module
+from tokenloom.backends.peers import outcomes
+from tokenloom.backends.peers.buffers import Buffers, control_layout
+from tokenloom.backends.peers.opening import Half, Launcher
+from tokenloom.backends.peers.outcomes import CALLS_IN_FLIGHT, CAPTURED_SLOT, FAULT, FOLLOWS_A_FAULT, InFlight
 from tokenloom.backends.seam import CombineOptions, DispatchOptions, Strategy, Upcoming
 from tokenloom.errors import CapacityOverflow, PeerError, PlanMismatch
 from tokenloom.kernels.barrier.launch import BarrierVariant
@@ -288,7 +288,7 @@ def test_no_memory_for_ranks_that_come_back(monkeypatch: pytest.MonkeyPatch) -> 
         ranks, told, fault = comm.engine.ranks, [], torch.OutOfMemoryError("no room")
         monkeypatch.setattr(ranks, "unmask", lambda given: setattr(ranks, "met_at", 1))
         monkeypatch.setattr(ranks, "abort", told.append)
-        monkeypatch.setattr(launcher_module, "close_together", lambda buffers: None)
+        monkeypatch.setattr(opening_module, "close_together", lambda buffers: None)
         monkeypatch.setattr(backend_module, "SymmetricBuffer", mock.Mock(side_effect=fault))
         with pytest.raises(torch.OutOfMemoryError):
             comm.unmask_ranks([1])

@@ -14,8 +14,8 @@ import torch
 
 import tokenloom as tl
 from tests.support.stand_ins import StandIns, asked, record_word
-from tokenloom.backends.nvlink.dispatch import DirectDispatch
-from tokenloom.backends.nvlink.outcomes import Outcomes
+from tokenloom.backends.peers.dispatch import DirectDispatch
+from tokenloom.backends.peers.outcomes import Outcomes
 from tokenloom.errors import PeerError
 from tokenloom.runtime.kernel_reports import HostCounts
 

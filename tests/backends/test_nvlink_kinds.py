@@ -14,8 +14,8 @@ import torch
 
 import tokenloom as tl
 from tests.support.stand_ins import StandIns, record_word
-from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT, FAULT
-from tokenloom.backends.nvlink.results import WORDS_TOGETHER
+from tokenloom.backends.peers.handle import WORDS_TOGETHER
+from tokenloom.backends.peers.outcomes import CALLS_IN_FLIGHT, FAULT
 from tokenloom.comm.calls import CombineCall, DispatchCall
 from tokenloom.errors import CapacityOverflow, CommunicatorBroken, InvalidArgument
 

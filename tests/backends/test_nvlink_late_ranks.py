@@ -24,8 +24,8 @@ from tests.support import emulator
 from tests.support.cases import Problem, make_comm, make_problem, same_bits, same_routed
 from tests.support.on_ranks import on_ranks
 from tokenloom import reference
-from tokenloom.backends.nvlink.handle import NvlinkHandle
-from tokenloom.backends.nvlink.launcher import Launcher
+from tokenloom.backends.peers.handle import PeerHandle
+from tokenloom.backends.peers.opening import Launcher
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan
 from tokenloom.runtime import membership
@@ -79,15 +79,15 @@ def test_a_fault_behind_a_call(several: Ranks) -> None:
     """A rank that fails when its rows are there, for lack of memory say, tells the others before they return."""
     from tests.support.emulator import group as emulated
 
-    real, failures = NvlinkHandle.own, [0]
+    real, failures = PeerHandle.own, [0]
 
-    def own(self: NvlinkHandle, *args: Any, **options: Any) -> None:
+    def own(self: PeerHandle, *args: Any, **options: Any) -> None:
         if emulated.here.rank == 0 and failures:
             failures.pop()
             raise MemoryError("the test")
         real(self, *args, **options)
 
-    with mock.patch.object(NvlinkHandle, "own", own):
+    with mock.patch.object(PeerHandle, "own", own):
         several.run(check_fault_behind)
 
 

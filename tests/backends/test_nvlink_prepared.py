@@ -15,9 +15,9 @@ import torch
 import tokenloom as tl
 from tests.support.stand_ins import StandIns, Stream
 from tokenloom.backends.handshake import combine_fields, dispatch_fields
-from tokenloom.backends.nvlink.dispatch import MAX_KINDS
-from tokenloom.backends.nvlink.loans import Loan
-from tokenloom.backends.nvlink.prepared import check
+from tokenloom.backends.peers.buffers import Loan
+from tokenloom.backends.peers.dispatch import MAX_KINDS
+from tokenloom.backends.peers.prepared import check
 from tokenloom.backends.seam import CombineOptions, DispatchKind, DispatchOptions, RoutedCounts, Tokens
 from tokenloom.errors import InvalidArgument
 from tokenloom.plan import Plan

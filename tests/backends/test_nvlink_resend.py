@@ -13,8 +13,8 @@ import torch
 
 import tokenloom as tl
 from tests.support.stand_ins import StandIns
-from tokenloom.backends.nvlink.backend import NvlinkBackend
-from tokenloom.backends.nvlink.handle import NvlinkHandle
+from tokenloom.backends.peers.backend import NvlinkBackend
+from tokenloom.backends.peers.handle import PeerHandle
 from tokenloom.comm.calls import ResendCall
 from tokenloom.errors import CommunicatorBroken, InvalidArgument
 
@@ -33,14 +33,14 @@ class Calls:
         self.stand_ins, self.checked = stand_ins, 0
         stand_ins.counts = [3, 3]
         monkeypatch.setattr(ResendCall, "check", self._counted(ResendCall.check))
-        positions = NvlinkHandle.positions
+        positions = PeerHandle.positions
 
-        def look(handle: NvlinkHandle) -> torch.Tensor:
+        def look(handle: PeerHandle) -> torch.Tensor:
             if self.launcher.masked:  # which no kernel has left here
                 raise ByPlaces
             return positions(handle)
 
-        monkeypatch.setattr(NvlinkHandle, "positions", look)
+        monkeypatch.setattr(PeerHandle, "positions", look)
         self.comm = self.another()
         self.x, self.ids = torch.randn(TOKENS, HIDDEN, dtype=BF16), torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
         self.routed = self.dispatch(**options)

@@ -18,8 +18,8 @@ from tests.support.cases import make_problem
 from tests.support.emulator.graphs import capture
 from tests.support.on_ranks import on_ranks
 from tokenloom.backends import registry
-from tokenloom.backends.nvlink.launcher import Half
 from tokenloom.backends.padded import launcher, memory, registration
+from tokenloom.backends.peers.opening import Half
 from tokenloom.backends.registration import Availability, Request
 from tokenloom.kernels.common.rail import Rail
 from tokenloom.plan import Plan

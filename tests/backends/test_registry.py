@@ -19,8 +19,8 @@ from tests.support.on_ranks import on_ranks
 from tests.support.toy_backend import ToyBackend, make, toy
 from tokenloom import reference
 from tokenloom.backends import registry
-from tokenloom.backends.nvlink import registration
-from tokenloom.backends.nvlink.buffers import data_layout
+from tokenloom.backends.peers import backend as peers_backend
+from tokenloom.backends.peers.buffers import data_layout
 from tokenloom.backends.registry import Availability, Registration, Request
 from tokenloom.backends.seam import Capabilities
 from tokenloom.plan import Plan
@@ -188,9 +188,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan], Availability]:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "uuid", "the GPU", raising=False)
     for name in ("load_nvrtc", "load_driver"):
-        monkeypatch.setattr(registration, name, lambda: None)
-    monkeypatch.setattr(registration, "Kernel", lambda spec, index: None)
-    return lambda plan: registration.probe(Request("nccl", torch.device("cuda", 0), plan=plan))
+        monkeypatch.setattr(peers_backend, name, lambda: None)
+    monkeypatch.setattr(peers_backend, "Kernel", lambda spec, index: None)
+    return lambda plan: peers_backend.probe(Request("nccl", torch.device("cuda", 0), plan=plan))
 
 
 def test_more_experts_than_a_block_can_count(hopper: Callable[[Plan], Availability]) -> None:
@@ -210,7 +210,7 @@ def test_the_trial_kernel_fails(
     def fail(spec: object, index: int) -> None:
         raise error
 
-    monkeypatch.setattr(registration, "Kernel", fail)
+    monkeypatch.setattr(peers_backend, "Kernel", fail)
     answer = hopper(Plan(8, 256, 7168, 8, 4096))
     assert not answer.works
     assert answer.why == str(error).splitlines()[0]

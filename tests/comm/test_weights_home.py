@@ -10,7 +10,7 @@ import torch
 
 import tokenloom as tl
 from tests.support.stand_ins import StandIns, record_word
-from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
+from tokenloom.backends.peers.outcomes import CALLS_IN_FLIGHT
 from tokenloom.comm.calls import ValuesHomeCall
 from tokenloom.errors import CapacityOverflow
 

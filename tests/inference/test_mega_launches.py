@@ -13,7 +13,7 @@ import torch
 
 import tokenloom as tl
 from tests.support.stand_ins import StandIns
-from tokenloom.backends.nvlink.fused import FusedLayerCalls
+from tokenloom.backends.peers.fused import FusedLayerCalls
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.expert_memory import LINE, ExpertMemory
 from tokenloom.inference.mega_gemms import MegaGemms

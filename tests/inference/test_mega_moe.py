@@ -12,7 +12,7 @@ import tokenloom as tl
 from tests.conftest import HOPPER, Ranks
 from tests.support.mega_cases import CASES, Case, Layer, assert_near, expected, inputs, make_layer, make_mega
 from tests.support.on_ranks import on_ranks
-from tokenloom.backends.nvlink.buffers import control_layout, fused_layout
+from tokenloom.backends.peers.buffers import control_layout, fused_layout
 from tokenloom.errors import BackendUnavailable
 from tokenloom.inference.expert_memory import ExpertMemory
 from tokenloom.inference.schedules import SCHEDULES as MEASURED

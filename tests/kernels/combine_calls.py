@@ -13,7 +13,7 @@ from tests.kernels.silent_peer import BLOCKS, Rank0, int32, signed
 from tests.kernels.staged_calls import stale
 from tests.support.cases import BF16, Problem, expert_rows, same_bits, same_bytes
 from tokenloom import reference
-from tokenloom.backends.nvlink.buffers import routes_in_turns_layout, sums_in_turns_layout
+from tokenloom.backends.peers.buffers import routes_in_turns_layout, sums_in_turns_layout
 from tokenloom.kernels.combine.launch import CombineVariant, max_chunks
 from tokenloom.kernels.common import TURNS
 from tokenloom.plan import ROUTE_LAYOUTS

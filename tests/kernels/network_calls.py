@@ -16,7 +16,7 @@ import torch
 
 from tests.support.cases import BF16, FP8, FP32, Case, Problem, expert_rows, same_bits, same_routed
 from tokenloom import reference
-from tokenloom.backends.nvlink.buffers import control_layout, staged_layout
+from tokenloom.backends.peers.buffers import control_layout, staged_layout
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.combine.launch import max_chunks
 from tokenloom.kernels.combine.launch_network import HEADER_BYTES, CombineNetworkVariant

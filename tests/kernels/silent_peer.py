@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels import one_gpu
 from tests.kernels.one_gpu import DEVICE, LONG_S, SHORT_S
-from tokenloom.backends.nvlink.buffers import control_layout
+from tokenloom.backends.peers.buffers import control_layout
 from tokenloom.kernels.common import HEADER_WORDS, TURNS, Variant
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.kernel_reports import CallOutcome

@@ -12,7 +12,7 @@ from tests.kernels.one_gpu import DEVICE
 from tests.kernels.played_peer import counts_of, sent_rows
 from tests.kernels.silent_peer import BLOCKS, STALE, Rank0, int32, signed
 from tests.support.cases import FP8, Problem, same_bytes, same_routed
-from tokenloom.backends.nvlink.buffers import staged_layout
+from tokenloom.backends.peers.buffers import staged_layout
 from tokenloom.kernels.common import HEADER_WORDS, MAX_BLOCKS, TURNS
 from tokenloom.kernels.dispatch.launch import DispatchVariant, block_count_words
 from tokenloom.runtime.kernel_reports import CallOutcome

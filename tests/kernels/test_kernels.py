@@ -15,7 +15,7 @@ from tests.kernels.played_peer import num_chunks
 from tests.kernels.variants import BF16, FP16, FP32, VARIANTS
 from tests.support.slow import left_out, mostly_slow
 from tests.support.small_kernels import needs_nvrtc
-from tokenloom.backends.nvlink import buffers
+from tokenloom.backends.peers import buffers
 from tokenloom.cli import kernel_cache
 from tokenloom.errors import InvalidArgument, KernelCompileError
 from tokenloom.jit import compiler

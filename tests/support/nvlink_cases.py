@@ -17,7 +17,7 @@ from tests.support.cases import (
     same_routed,
 )
 from tokenloom import reference
-from tokenloom.backends.nvlink.launcher import Launcher
+from tokenloom.backends.peers.opening import Launcher
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer

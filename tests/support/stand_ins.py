@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenloom.backends import registry
-from tokenloom.backends.nvlink import backend, buffers, outcomes
-from tokenloom.backends.nvlink.launcher import Launcher
-from tokenloom.backends.nvlink.outcomes import CAPTURED_SLOT
+from tokenloom.backends.peers import backend, buffers, outcomes
+from tokenloom.backends.peers.opening import Launcher
+from tokenloom.backends.peers.outcomes import CAPTURED_SLOT
 from tokenloom.comm import communicator
 from tokenloom.comm.growing import Communicators
 from tokenloom.inference import mega_gemms

@@ -15,7 +15,7 @@ import torch
 import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.on_ranks import on_ranks
-from tokenloom.backends.nvlink import buffers
+from tokenloom.backends.peers import buffers
 from tokenloom.ops import expert_gemms, experts
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training import pieces as piecewise

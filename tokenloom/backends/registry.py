@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenloom.backends import collective, gin, network, nvlink, padded
-from tokenloom.backends.nvlink import DEFAULT_SMS, MAX_SMS
+from tokenloom.backends import collective, gin, network, padded, peers
+from tokenloom.backends.peers import DEFAULT_SMS, MAX_SMS
 from tokenloom.backends.registration import Availability, Registration, Request
 from tokenloom.backends.seam import TRANSPORTS, Backend, Capabilities
 from tokenloom.errors import (
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 _registered: list[Registration] = [
-    nvlink.REGISTRATION,
+    peers.REGISTRATION,
     network.REGISTRATION,
     collective.REGISTRATION,
     gin.REGISTRATION,

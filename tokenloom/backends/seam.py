@@ -43,7 +43,7 @@ class Capabilities:
         own_node: what carries rows to ranks of the own node: "collective" or "nvlink".
         other_nodes: what carries rows to ranks of other nodes, None if nothing does: one of :data:`TRANSPORTS`.
         reads_on_host: the host learns the outcome of every call before the call returns.
-        fused_layer: the backend has ``fused_layer``, see :mod:`tokenloom.backends.nvlink.fused`.
+        fused_layer: the backend has ``fused_layer``, see :mod:`tokenloom.backends.peers.fused`.
         weights_from_home: a combine can multiply rows by weights that their home has, and sends along.
         weights_apart: weights can travel apart from rows, by calls of their own.
         own_transport: calls go without collectives of the process group, which could not end without a rank.

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from tokenloom import env
-from tokenloom.backends.nvlink.buffers import EAGER_ROWS, is_eager, weight_gradient_values
+from tokenloom.backends.peers.buffers import EAGER_ROWS, is_eager, weight_gradient_values
 from tokenloom.bench.tables import counted
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit import cache

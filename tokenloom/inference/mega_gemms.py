@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from tokenloom.backends.nvlink.fused import FusedLayerCalls
+from tokenloom.backends.peers.fused import FusedLayerCalls
 from tokenloom.inference.expert_memory import LINE, ExpertMemory
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.gemm.launch import (

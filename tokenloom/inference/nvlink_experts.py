@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenloom.backends.nvlink.buffers import aligned
-from tokenloom.backends.nvlink.fused import FusedLayerCalls
-from tokenloom.backends.nvlink.launcher import OpeningKernel
+from tokenloom.backends.peers.buffers import aligned
+from tokenloom.backends.peers.fused import FusedLayerCalls
+from tokenloom.backends.peers.opening import OpeningKernel
 from tokenloom.backends.seam import Upcoming
 from tokenloom.comm.communicator import Communicator
 from tokenloom.errors import InvalidArgument

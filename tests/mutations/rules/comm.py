@@ -56,7 +56,7 @@ HANDSHAKE = (
       "runtime.openings:raise_difference", "present[0]", "present[-1]",
       "tests/comm/test_errors.py::test_disagreement"),
     M("two-ranks-on-one-gpu", "ranks that share a GPU get kernels, which wait for each other's SMs",
-      "backends.nvlink.registration:objections", "gpu in gpus[:rank]", "False", "tests/backends/test_registry.py"),
+      "backends.peers.backend:objections", "gpu in gpus[:rank]", "False", "tests/backends/test_registry.py"),
 )
 
 ARGUMENTS = (

@@ -46,7 +46,7 @@ LAYERS = (
 
 HOST = "tests/backends/test_nvlink_host.py::test_"
 AFTER_A_FAULT = f"{HOST}calls_that_follow_a_fault"
-REPORT = "backends.nvlink.backend:NvlinkBackend.report_fault"
+REPORT = "backends.peers.backend:NvlinkBackend.report_fault"
 
 BACKENDS = (
     M("opened-without-the-fault", "a rank with a fault opens the call as if it had none",
@@ -79,8 +79,8 @@ BACKENDS = (
       "tests/backends/test_gin.py::test_calls_that_follow_a_fault"),
 )
 
-LAUNCH = "backends.nvlink.launcher:Launcher.report_fault"
-OUTCOME = "backends.nvlink.outcomes:Outcomes._raise_outcome"
+LAUNCH = "backends.peers.opening:Launcher.report_fault"
+OUTCOME = "backends.peers.outcomes:Outcomes._raise_outcome"
 
 LAUNCHES = (
     M("every-call-has-a-fault", "each call behind a fault tells of a fault of its own", LAUNCH,
@@ -95,13 +95,13 @@ LAUNCHES = (
     M("growth-beside-a-fault", "a rank that needs room goes to make more though another one has failed", LAUNCH,
       "self.outcomes.raise_final_fault(number)", "pass", f"{HOST}a_fault_of_another_beside_growth"),
     M("growth-is-a-fault", "a rank that needs room takes the same need of another one for a fault",
-      "backends.nvlink.outcomes:Outcomes.raise_final_fault", "note is not None and not means_growth(note)",
+      "backends.peers.outcomes:Outcomes.raise_final_fault", "note is not None and not means_growth(note)",
       "note is not None", f"{HOST}a_fault_of_another_beside_growth"),
     M("what-follows-is-another-fault", "a call that follows a fault raises it again", OUTCOME,
       "outcome is None or outcome.status == FOLLOWS_A_FAULT", "outcome is None",
       f"{HOST}what_follows_a_fault_is_no_news"),
     M("own-faults-are-news", "a rank raises in a later call what it has told itself",
-      "backends.nvlink.outcomes:Outcomes._conclude", "call.own_fault or own_fault", "own_fault",
+      "backends.peers.outcomes:Outcomes._conclude", "call.own_fault or own_fault", "own_fault",
       f"{HOST}calls_behind_an_unread_outcome"),
 )
 
@@ -130,7 +130,7 @@ ENDINGS = (
       "backends.registry:_try", "ranks.abort(interruption)", "pass",
       "tests/backends/test_registry.py::test_an_interrupt_ends_the_group"),
     M("taken-back-without-memory", "a rank without memory for those that came back leaves the others waiting",
-      "backends.nvlink.backend:NvlinkBackend.unmask", "self._ranks.abort(fault)", "pass",
+      "backends.peers.backend:NvlinkBackend.unmask", "self._ranks.abort(fault)", "pass",
       f"{HOST}no_memory_for_ranks_that_come_back"),
 )
 

@@ -41,7 +41,7 @@ CALLS = (
       "backends.registration:Request.must_agree", "vars(self.plan) if self.plan else {}", "{}",
       f"{ERRORS}plans_differ"),
     M("rows-of-any-width-get-kernels", "kernels get rows that their copies cannot move",
-      "backends.nvlink.registration:why_no_kernels", "plan is not None and plan.hidden % BULK_VALUES", "False",
+      "backends.peers.backend:why_no_kernels", "plan is not None and plan.hidden % BULK_VALUES", "False",
       "tests/backends/test_registry.py::test_what_the_kernels_do_not_do"),
     M("lists-as-copies", "a list as copy= is an error of Python's", f"{VALIDATION}_own_outputs",
       "(KeyError, TypeError)", "KeyError", f"{OPTIONS}dispatch"),

@@ -104,7 +104,7 @@ MEMORY = (
       "tests/runtime/test_memory_without_ranks.py", num_ranks=4),
 )
 
-LATE_CALLS = "backends.nvlink.late_ranks:LateRanks"
+LATE_CALLS = "backends.peers.late_ranks:LateRanks"
 MADE_UP = "tests/backends/test_late_calls.py"
 
 NOT_ALL_BEGIN = ("tests/runtime/test_memory_without_ranks.py::test_memory_that_not_all_begin",)
@@ -125,10 +125,10 @@ REPEATED = (
       f"{LATE_CALLS}._go_on", "self._has_ended(self._ranks.settle_losses(PHASE, name))",
       "self._ranks.settle_losses(PHASE, name)", f"{MADE_UP}::test_a_meeting_that_others_had"),
     M("errors-without-a-meeting", "an error ends a call on a rank that does not know whether the others have it",
-      "backends.nvlink.late_ranks:_Made.__init__", "not is_known_to_all(error)", "True",
+      "backends.peers.late_ranks:_Made.__init__", "not is_known_to_all(error)", "True",
       f"{MADE_UP}::test_errors_that_all_ranks_raise"),
     M("masked-and-still-met", "a rank that learns in a call that it is masked waits for the others",
-      "backends.nvlink.late_ranks:_Made.__init__", "(PeerTimeout, CommunicatorBroken)", "PeerTimeout",
+      "backends.peers.late_ranks:_Made.__init__", "(PeerTimeout, CommunicatorBroken)", "PeerTimeout",
       f"{MADE_UP}::test_a_rank_that_is_masked"),
     M("overflows-in-vain", "a call that did not take place tells of its overflow", f"{LATE_CALLS}.call",
       "made, self._maker.dispatcher.overflow = None, overflow", "made = None", f"{MADE_UP}::test_an_overflow_in_vain"),

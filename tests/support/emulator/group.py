@@ -29,10 +29,10 @@ from tokenloom.backends.gin import memory as gin_memory
 from tokenloom.backends.gin.backend import GinBackend
 from tokenloom.backends.network.backend import NetworkBackend
 from tokenloom.backends.network.nvlink_inside import NvlinkInside
-from tokenloom.backends.nvlink import backend as backend_module
-from tokenloom.backends.nvlink import buffers, launcher, outcomes
-from tokenloom.backends.nvlink.backend import NvlinkBackend
 from tokenloom.backends.padded.backend import PaddedBackend
+from tokenloom.backends.peers import backend as backend_module
+from tokenloom.backends.peers import buffers, opening, outcomes
+from tokenloom.backends.peers.backend import NvlinkBackend
 from tokenloom.comm import communicator, growing
 from tokenloom.comm.calls import Kinds
 from tokenloom.comm.engine import Engine
@@ -523,8 +523,8 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (gin_memory, "free_bytes", lambda device: 2**40),
             (backend_module, "usable_sms", lambda index: 132),
             (registry, "MAX_SMS", MAX_SMS),  # which deep_ep's buffers take; more blocks find nothing else
-            (launcher, "close_together", lambda buffers: None),
-            (launcher, "current_handle", lambda device: here.rank + 1),
+            (opening, "close_together", lambda buffers: None),
+            (opening, "current_handle", lambda device: here.rank + 1),
             (outcomes, "on_stream", lambda stream: nullcontext()),
             (outcomes, "time", clock),
             (kernel_reports, "time", clock),
@@ -532,7 +532,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (kernel_reports, "_pinned", lambda *shape: torch.zeros(shape, dtype=torch.int32)),
             (communicator.Communicator, "__init__", _make_communicator),
             (growing.Communicators, "meeting", lambda self, device: Meeting()),
-            (launcher, "GraphReferences", FakeReferences),
+            (opening, "GraphReferences", FakeReferences),
             (torch.cuda, "is_current_stream_capturing", is_capturing),
             (torch.cuda, "current_stream", lambda device=None: FakeStream(here.rank)),
             (torch.distributed, "barrier", lambda **options: group.meeting.wait()),

@@ -22,6 +22,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     emulator.SEED = config.option.seed
     if config.option.not_eager:
-        from tokenloom.backends.nvlink import buffers
+        from tokenloom.backends.peers import buffers
 
         buffers.EAGER_ROWS = 0

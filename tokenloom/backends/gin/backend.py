@@ -19,14 +19,12 @@ from tokenloom.backends.gin.combine import NodesCombine, empty_combine, gradient
 from tokenloom.backends.gin.dispatch import NodesDispatch
 from tokenloom.backends.gin.launcher import NodesLauncher
 from tokenloom.backends.gin.memory import NodeBuffers, NodeMemory
-from tokenloom.backends.nvlink.combine import ShortRows
-from tokenloom.backends.nvlink.exact import ExactHalves
-from tokenloom.backends.nvlink.handle import NvlinkHandle
-from tokenloom.backends.nvlink.launcher import require_no_host_read
-from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
-from tokenloom.backends.nvlink.prepared import Shared, check
-from tokenloom.backends.nvlink.results import ResultsMemory
-from tokenloom.backends.nvlink.row_weights import RowWeights
+from tokenloom.backends.peers.combine import RowWeights, ShortRows
+from tokenloom.backends.peers.dispatch import ExactHalves
+from tokenloom.backends.peers.handle import PeerHandle, ResultsMemory
+from tokenloom.backends.peers.opening import require_no_host_read
+from tokenloom.backends.peers.outcomes import CALLS_IN_FLIGHT
+from tokenloom.backends.peers.prepared import Shared, check
 from tokenloom.backends.seam import (
     Capabilities,
     CombineKind,
@@ -180,17 +178,17 @@ class NodesBackend:
         self.check("nothing")
         return None
 
-    def row_weights(self, handle: NvlinkHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+    def row_weights(self, handle: PeerHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
         return self._row_weights.of_rows(handle, weights, num_places)
 
-    def route_gradients(self, handle: NvlinkHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def route_gradients(self, handle: PeerHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return self._row_weights.of_routes(handle, grad, like)
 
     # -- gradients, and other rows of the same tokens ---------------------------------------------------------
 
     def send_again(
         self,
-        handle: NvlinkHandle,
+        handle: PeerHandle,
         values: Rows,
         strategy: str = "dedup",
         owner: OutputOwner = False,
@@ -205,7 +203,7 @@ class NodesBackend:
         num_places = handle.num_places
         return _Each(self._repeat(again, handle, values), lambda rows: rows[:num_places])
 
-    def send_rows(self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup") -> Pending[torch.Tensor]:
+    def send_rows(self, handle: PeerHandle, values: torch.Tensor, strategy: str = "dedup") -> Pending[torch.Tensor]:
         width, hidden = values.shape[1], self.plan.hidden
         if width == hidden:
             return _Each(self._send_rows(handle, values), lambda rows: rows)
@@ -215,21 +213,21 @@ class NodesBackend:
         wide = torch.nn.functional.pad(values, (0, words - width)).view(unit)
         return _Each(self._send_rows(handle, wide), lambda rows: rows.view(torch.float32)[:, :width])
 
-    def _send_rows(self, handle: NvlinkHandle, values: Rows) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
+    def _send_rows(self, handle: PeerHandle, values: Rows) -> Pending[tuple[PeerHandle, torch.Tensor]]:
         """Values once for each (token, rank), with room for the most that there may be."""
         most = self.plan.worst_case_rows("token")
         return self._repeat(DispatchOptions("token", 1, "bounded", most), handle, values)
 
     def _repeat(
-        self, options: DispatchOptions, handle: NvlinkHandle, values: Rows
-    ) -> Pending[tuple[NvlinkHandle, torch.Tensor]]:
+        self, options: DispatchOptions, handle: PeerHandle, values: Rows
+    ) -> Pending[tuple[PeerHandle, torch.Tensor]]:
         require_no_host_read(self._checked, "checked=True")
         x, scales = values if isinstance(values, tuple) else (values, None)
         tokens = Tokens(x, scales, handle.ids(), None)
         kind = DispatchKind(options, x.dtype, tokens.topk_ids.dtype, with_scales=scales is not None)
         return self.prepared(kind, repeats=True).send(tokens)
 
-    def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> Pending[torch.Tensor]:
+    def send_weight_gradients(self, handle: PeerHandle, grad: torch.Tensor) -> Pending[torch.Tensor]:
         """A combine of short rows: each gradient comes from one rank, and the others have zeros, so sums are exact."""
         plan, short = self.plan, ShortRows(self.plan, handle, grad)
         key = ("gradient of weights", short.layout)
@@ -316,7 +314,7 @@ class _Each:
 
     def __init__(
         self,
-        pending: Pending[tuple[NvlinkHandle, torch.Tensor]],
+        pending: Pending[tuple[PeerHandle, torch.Tensor]],
         function: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._pending, self._function = pending, function

@@ -9,10 +9,10 @@ import torch
 from tokenloom.backends.gin.dispatch import FOR_COMBINE
 from tokenloom.backends.gin.launcher import NodesLauncher
 from tokenloom.backends.handshake import combine_fields, gradient_fields
-from tokenloom.backends.nvlink.buffers import aligned, require_aligned, require_bulk
-from tokenloom.backends.nvlink.combine import CombineHalf, set_arguments, set_constant_arguments
-from tokenloom.backends.nvlink.handle import NvlinkHandle
-from tokenloom.backends.nvlink.launcher import HALVES, Half, Launched, require_no_host_read
+from tokenloom.backends.peers.buffers import aligned, require_aligned, require_bulk
+from tokenloom.backends.peers.combine import CombineHalf, set_arguments, set_constant_arguments
+from tokenloom.backends.peers.handle import PeerHandle
+from tokenloom.backends.peers.opening import HALVES, Half, Launched, require_no_host_read
 from tokenloom.backends.seam import CombineKind, CombineOptions, Pending
 from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.combine.launch import CALL_FIELDS
@@ -87,7 +87,7 @@ class NodesCombine:
 
     def send(
         self,
-        handle: NvlinkHandle,
+        handle: PeerHandle,
         rows: torch.Tensor,
         weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,

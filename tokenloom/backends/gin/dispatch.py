@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tokenloom.backends.gin.launcher import NodesLauncher
-from tokenloom.backends.nvlink.prepared import Shared
-from tokenloom.backends.nvlink.staged import StagedDispatch
+from tokenloom.backends.peers.prepared import Shared, StagedDispatch
 from tokenloom.backends.seam import DispatchKind, DispatchOptions
 from tokenloom.kernels.common import Variant
 from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant

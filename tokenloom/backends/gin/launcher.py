@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from tokenloom.backends.gin.memory import NodeBuffers
-from tokenloom.backends.nvlink.launcher import Launcher, OpeningKernel
+from tokenloom.backends.peers.opening import Launcher, OpeningKernel
 from tokenloom.plan import Plan
 from tokenloom.runtime.openings import Fields
 from tokenloom.runtime.rank_group import RankGroup

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenloom.backends.gin.capabilities import CAPABILITIES
-from tokenloom.backends.nvlink.registration import require_sms, why_no_kernels
+from tokenloom.backends.peers.backend import require_sms, why_no_kernels
 from tokenloom.backends.registration import Availability, Registration, Request
 from tokenloom.backends.seam import Backend
 from tokenloom.runtime.rank_group import RankGroup

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from tokenloom.backends.nvlink.buffers import control_layout, staged_layout, weight_gradient_values
+from tokenloom.backends.peers.buffers import control_layout, staged_layout, weight_gradient_values
 from tokenloom.kernels.combine.launch_network import HEADER_BYTES, CombineNetworkVariant
 from tokenloom.kernels.common import TURNS
 from tokenloom.kernels.common.rail import MOST_CHUNKS, Regions, chunk_rows, region_bytes

@@ -27,13 +27,13 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from tokenloom.backends import nvlink
+from tokenloom.backends import peers
 from tokenloom.backends.exchange import Arriving, Here
 from tokenloom.backends.network.inside import Legs, SentRows, add_collected
 from tokenloom.backends.network.node_ranks import NodeRanks
 from tokenloom.backends.network.paths import Block, Paths, arrange, columns
-from tokenloom.backends.nvlink.backend import NvlinkBackend
-from tokenloom.backends.nvlink.buffers import (
+from tokenloom.backends.peers.backend import NvlinkBackend
+from tokenloom.backends.peers.buffers import (
     BULK_BYTES,
     control_layout,
     data_layout,
@@ -42,7 +42,7 @@ from tokenloom.backends.nvlink.buffers import (
     staged_layout,
     sums_in_turns_layout,
 )
-from tokenloom.backends.nvlink.handle import NvlinkHandle
+from tokenloom.backends.peers.handle import PeerHandle
 from tokenloom.backends.registration import Availability, Request
 from tokenloom.backends.seam import CombineKind, CombineOptions, DispatchKind, DispatchOptions, Tokens, Wait
 from tokenloom.errors import PeerTimeout
@@ -98,7 +98,7 @@ class NvlinkInside:
         places = torch.arange(self._ranks.num_ranks, device=self._ranks.device)
         counts = [sum(legs.into_node[source][place] for source in node) for node in self._nodes]
         ends = list(accumulate(counts))
-        handles: dict[int, NvlinkHandle] = {}
+        handles: dict[int, PeerHandle] = {}
         for step, piece in enumerate(pieces):
             node = (self._node - step) % len(self._nodes)
             rows = piece.wait()
@@ -115,7 +115,7 @@ class NvlinkInside:
         legs.handed_out = handles
         return Here(out)
 
-    def _dispatch(self, rows: torch.Tensor, ids: torch.Tensor) -> tuple[NvlinkHandle, torch.Tensor, torch.Tensor]:
+    def _dispatch(self, rows: torch.Tensor, ids: torch.Tensor) -> tuple[PeerHandle, torch.Tensor, torch.Tensor]:
         """Send rows uint8 [F, b] to the ranks of this node that int32 [F, G] names.
 
         Returns:
@@ -256,7 +256,7 @@ def why_not(request: Request, ranks: RankGroup) -> str:
         return f"nvlink serves at most {MAX_RANKS} ranks, nodes have {ranks.topology.ranks_per_node}"
     inner = inner_plans(request.plan, ranks.topology.ranks_per_node)[2]
     wanted = replace(request, plan=inner, dtype=None)
-    found = agree(ranks, lambda: ({}, nvlink.REGISTRATION.probe(wanted)), "looking for kernels inside nodes")
+    found = agree(ranks, lambda: ({}, peers.REGISTRATION.probe(wanted)), "looking for kernels inside nodes")
     return objection(found, ranks.topology)
 
 
@@ -265,7 +265,7 @@ def objection(by_rank: Sequence[Availability], topology: Topology) -> str:
     for node, members in enumerate(topology.nodes):
         found = [by_rank[rank] for rank in members]
         failing = [(rank, each.why) for rank, each in enumerate(found) if not each.works]
-        for rank, why in failing or nvlink.REGISTRATION.objections(found):
+        for rank, why in failing or peers.REGISTRATION.objections(found):
             return f"nvlink does not work on rank {rank} of the {len(members)} of node {node}: {why}"
     return ""
 

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tokenloom.backends.gin.launcher import NodesLauncher
-from tokenloom.backends.nvlink.launcher import Half, OpeningKernel
 from tokenloom.backends.padded.memory import PaddedMemory
+from tokenloom.backends.peers.opening import Half, OpeningKernel
 from tokenloom.plan import Plan
 from tokenloom.runtime.collectives import Transfer
 from tokenloom.runtime.openings import CallKind, Fields

@@ -2,24 +2,170 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from tokenloom.backends.nvlink import places
-from tokenloom.backends.nvlink.beside_rows import OwnRows
-from tokenloom.backends.nvlink.buffers import ReceiveBuffer, aligned, version_of
-from tokenloom.backends.nvlink.results import CountsInWords, Results
+from tokenloom.backends.peers.buffers import OwnRouteWords, ReceiveBuffer, aligned, version_of
 from tokenloom.backends.seam import DispatchOptions, DispatchOut, RoutedCounts
 from tokenloom.errors import InvalidArgument
+from tokenloom.kernels.dispatch.launch import RESULTS
+from tokenloom.ops import routing
 from tokenloom.ops.routing import Placement
+from tokenloom.plan import FP8_BLOCK, Plan, align_up
+
+ALIGNED_WORDS = 32
+"""Parts of results begin at multiples of 128 bytes, but for counts, which lie side by side."""
+WORDS_TOGETHER = 2**18
+"""Words that are allocated for several calls."""
+MOST_WORDS_TOGETHER = WORDS_TOGETHER // 4
+"""Words of a call for which memory is not shared with others."""
+COUNTS = ("num_rows", "source_counts", "expert_counts", "expert_offsets")
+
+
+class Results:
+    """What a dispatch of one kind leaves in one int32 tensor: counts, what each source counted, slots, and more.
+
+    Args:
+        plan: sizes. rank: of this process.
+        options: of the dispatch.
+        sizes: words of further parts, by name.
+        num_places: rows of the output.
+        with_weights, with_scales: rows come with them.
+
+    Attributes:
+        starts: first word of each part, by name. "slots" is the last one. at: first byte.
+        argument_offsets: first bytes of the parts that kernels get as arguments, in the order of RESULTS.
+        fixed_words: words of all but slots. slots_per_token: words of slots, by token.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        options: DispatchOptions,
+        num_places: int,
+        sizes: Mapping[str, int],
+        *,
+        with_weights: bool,
+        with_scales: bool,
+    ) -> None:
+        self.plan, self.rank, self.options, self.num_places = plan, rank, options, num_places
+        self.with_weights, self.with_scales = with_weights, with_scales
+        num_ranks, local = plan.num_ranks, plan.experts_per_rank
+        counts = dict(zip(COUNTS, (1, num_ranks, local, local + 1), strict=True))
+        more = {"all_counts": num_ranks * (num_ranks + plan.num_experts), "epoch": 2, **sizes}
+        self.starts: dict[str, int] = {}
+        self._ends: dict[str, int] = {}
+        end = 0
+        for name, size in (counts | more).items():
+            start = end if name in counts else align_up(end, ALIGNED_WORDS)
+            end = start + size
+            self.starts[name], self._ends[name] = start, end
+        self.starts["slots"] = self.fixed_words = align_up(end, ALIGNED_WORDS)
+        self.at = {name: 4 * start for name, start in self.starts.items()}
+        self.argument_offsets = [self.at[name] for name in RESULTS]
+        self.slots_per_token = num_ranks + plan.top_k
+
+    def words(self, num_tokens: int) -> int:
+        """Words that a dispatch of so many tokens leaves."""
+        return self.fixed_words + num_tokens * self.slots_per_token
+
+    def part(self, memory: torch.Tensor, first: int, name: str) -> torch.Tensor:
+        """A part, as int32 in one dimension, of the words of a call that begin in memory at ``first``."""
+        end = self._ends.get(name)
+        # Without the version that autograd counts: calls that share the memory are not changed with each other.
+        return memory.data[first + self.starts[name] : None if end is None else first + end]
+
+    def count(self, memory: torch.Tensor, first: int, name: str) -> torch.Tensor | None:
+        """One of the sizes of the output, as it lies on the device; None if the layout has none such."""
+        if name == "num_rows":
+            return memory.data[first + self.starts[name]]
+        if self.options.layout != {"expert_offsets": "expert", "slot_ranges": "slots"}.get(name, self.options.layout):
+            return None
+        found = self.part(memory, first, name)
+        return found.view(self.plan.experts_per_rank, -1, 2) if name == "slot_ranges" else found
+
+    def scales(self, found: torch.Tensor) -> torch.Tensor:
+        """Scales as they are handed out, from their part: [places, H / 128], in layout "slots" by ``scale_layout``."""
+        blocks, local = self.plan.hidden // FP8_BLOCK, self.plan.experts_per_rank
+        if self.options.scale_layout == "packed":
+            return found.view(local, -(-blocks // 4), -1).transpose(1, 2)
+        found = found.view(torch.float32)
+        if self.options.scale_layout == "columns":
+            return found.view(local, blocks, -1).transpose(1, 2)
+        return found.view(*([local, -1] if self.options.layout == "slots" else [self.num_places]), blocks)
+
+
+class ResultsMemory:
+    """Memory for what dispatches leave: one allocation serves many calls of a stream, since each takes the host long.
+
+    Args:
+        device: of the memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: int | None = None
+        self._begin = self._end = 0
+        self.memory = torch.empty(0, dtype=torch.int32, device=device)
+        self.address = 0
+
+    def take(self, results: Results, num_tokens: int, stream: int | None) -> tuple[torch.Tensor, int, int]:
+        """Memory for one call: a tensor, the first word in it that is the call's own, and the address of that.
+
+        Args:
+            results: what the call leaves. num_tokens: of the call.
+            stream: handle of the current stream, whose memory it is. None: memory that no other call has.
+        """
+        begin, num_words = self._begin, results.fixed_words + num_tokens * results.slots_per_token
+        end = begin + num_words
+        if stream == self._stream and end <= self._end:
+            self._begin = end + ALIGNED_WORDS - 1 & -ALIGNED_WORDS
+            return self.memory, begin, self.address + 4 * begin
+        if stream is None or num_words > MOST_WORDS_TOGETHER:
+            own = torch.empty(num_words, dtype=torch.int32, device=self._device)
+            return own, 0, own.data_ptr()
+        self.memory = torch.empty(WORDS_TOGETHER, dtype=torch.int32, device=self._device)
+        self.address, self._stream = self.memory.data_ptr(), stream
+        self._begin, self._end = 0, WORDS_TOGETHER
+        return self.take(results, num_tokens, stream)
+
+
+class CountsInWords(RoutedCounts):
+    """Counts of a dispatch. Tensors are made when somebody asks for them.
+
+    Args:
+        results, memory, first: what lies where, see :meth:`Results.count`.
+        given: the caller's tensors that hold some of them.
+    """
+
+    _where: tuple[Results, torch.Tensor, int]
+    _given: DispatchOut | None
+
+    def __init__(self, results: Results, memory: torch.Tensor, first: int, given: DispatchOut | None) -> None:
+        vars(self)["_where"], vars(self)["_given"] = (results, memory, first), given
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in RoutedCounts.__dataclass_fields__:
+            raise AttributeError(name)
+        found = None if self._given is None else getattr(self._given, name)
+        if found is None:
+            results, memory, first = self._where
+            found = results.count(memory, first, name)
+        vars(self)[name] = found
+        return found
+
+    slot_ranges = cached_property(lambda self: self.__getattr__("slot_ranges"))
+
 
 BY_ROW = ("weights", "local_ids", "row_places", "row_tokens")
 """Tensors of a handle with a value for each received row."""
 
 
-class NvlinkHandle:
+class PeerHandle:
     """A dispatch as this rank remembers it. R: received rows, in the order (source rank, token).
 
     Attributes:
@@ -78,7 +224,7 @@ class NvlinkHandle:
         self.given_ids, self.ids_version = given_ids, None if given_ids.is_inference() else given_ids._version
         self.memory, self.first_word, self.words_address = memory
         self.results, self.reused_after = results, reused_after
-        self.buffer: ReceiveBuffer | OwnRows | None = buffer
+        self.buffer: ReceiveBuffer | OwnRouteWords | None = buffer
 
     # -- what the kernel has left ---------------------------------------------------------------------------
 
@@ -204,7 +350,7 @@ class NvlinkHandle:
         received = self.all_counts[:, self.results.rank].to(torch.int64)
         layout = "expert" if self.by_route else self.options.layout
         where = (received, plan.max_tokens_per_rank, self.capacity, plan.top_k)
-        return places.of_received_rows(layout, self.row_places, *where)
+        return positions_of_received_rows(layout, self.row_places, *where)
 
     def all_sizes(self) -> list[int]:
         """num_rows, source_counts, expert_counts and expert_offsets on the host, which waits for them."""
@@ -260,19 +406,19 @@ class NvlinkHandle:
         if num_places is not None:
             self.num_places = max(num_places, self.num_places)
         if scales is not None:
-            self.scales = copy(scales) if len(scales) >= self.num_places else places.copied(scales, self.num_places)
+            self.scales = copy(scales) if len(scales) >= self.num_places else copied_with_room(scales, self.num_places)
         self.reused_after = None
         self.__dict__.pop("pointers", None)
         if buffer is not None and (self.by_route or self.num_places <= buffer.num_rows):
-            self.own_beside()
+            self.own_route_words()
             return
         by_place = () if self.options.layout == "expert" else ("local_ids", "weights")
         for name in BY_ROW:
             tensor = getattr(self, name)
             if tensor is not None:
-                setattr(self, name, places.copied(tensor, self.num_places if name in by_place else 0))
+                setattr(self, name, copied_with_room(tensor, self.num_places if name in by_place else 0))
 
-    def own_beside(self) -> None:
+    def own_route_words(self) -> None:
         """Copy what came beside the rows and scales, all of it: how much is in use need not be known."""
         buffer = self.buffer
         assert buffer is not None
@@ -334,3 +480,75 @@ class NvlinkHandle:
         target = out.tokens.view(rows.shape)
         target.view(torch.uint8).copy_(rows.view(torch.uint8))
         return target
+
+
+def positions_of_received_rows(
+    layout: str, row_places: torch.Tensor, received: torch.Tensor, max_tokens: int, capacity: int, top_k: int
+) -> torch.Tensor:
+    """Position matrix with one row for each received row that there may be, -1 beyond those there are. No host read.
+
+    Args:
+        layout: of the dispatch.
+        row_places: int32 [>= R, K], place of each route of a received row (layout "expert").
+        received: int64 [W], rows from each source.
+        max_tokens: M.
+        capacity: places that a row may have.
+        top_k: K.
+
+    Returns:
+        int64 [W * M, K] in layout "expert", else [W * M, 1].
+    """
+    num_ranks, device = len(received), received.device
+    rows = torch.arange(num_ranks * max_tokens, dtype=torch.int64, device=device)
+    if layout == "expert":
+        positions = torch.full((len(rows), top_k), -1, dtype=torch.int64, device=device)
+        positions[: len(row_places)] = row_places.to(torch.int64)
+    elif layout == "token":
+        positions = rows[:, None]
+    else:
+        source = torch.bucketize(rows, received.cumsum(0), right=True).clamp_max(num_ranks - 1)
+        in_source = rows - (received.cumsum(0) - received)[source]
+        positions = (source * max_tokens + in_source)[:, None]
+    valid = (rows < received.sum())[:, None] & (positions < capacity)
+    return torch.where(valid, positions, -1)
+
+
+def rows_without_sources(
+    rows: torch.Tensor, received: torch.Tensor, max_tokens: int, gone: Collection[int]
+) -> torch.Tensor:
+    """Rows of layout "rank" in the order in which an earlier dispatch received them, zeros from ranks that are gone.
+
+    Args:
+        rows: [W * M, H].
+        received: int64 [W], rows from each source then.
+        max_tokens: M.
+        gone: ranks whose rows did not come now.
+
+    Returns:
+        [W * M, H], zeros behind the rows that were received.
+    """
+    where = positions_of_received_rows("rank", received, received, max_tokens, len(rows), 1)[:, 0]
+    came = where >= 0
+    for rank in gone:
+        came &= where // max_tokens != rank
+    return torch.where(came[:, None], rows[where.clamp_min(0)], 0)
+
+
+def place_by_expert(
+    source_counts: torch.Tensor, expert_counts: torch.Tensor, alignment: int, local_ids: torch.Tensor
+) -> routing.Placement:
+    """Where rows of layout "token" lie in layout "expert". Reads the counts on the host.
+
+    Args:
+        source_counts: int32 [W]. expert_counts: int32 [L]. local_ids: int32 [R, K].
+    """
+    return routing.place_by_expert(source_counts.tolist(), expert_counts.tolist(), alignment, local_ids)
+
+
+def copied_with_room(tensor: torch.Tensor, least: int) -> torch.Tensor:
+    """A copy with at least so many rows, zeros behind those there are."""
+    if len(tensor) >= least:
+        return tensor.clone()
+    out = tensor.new_zeros(least, *tensor.shape[1:])
+    out.view(torch.uint8)[: len(tensor)] = tensor.view(torch.uint8)
+    return out

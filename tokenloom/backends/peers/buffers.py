@@ -2,22 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from tokenloom.backends.nvlink.beside_rows import BesideRows
-from tokenloom.backends.nvlink.launcher import Launcher
-from tokenloom.backends.nvlink.loans import Loan
+from tokenloom.backends.peers.opening import Launcher
 from tokenloom.backends.seam import CombineOptions, DispatchOptions
 from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.kernels.combine.launch import max_chunks
 from tokenloom.kernels.common import HEADER_WORDS, MAX_BLOCKS, TURNS
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
 from tokenloom.runtime.openings import Fields
-from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer
+from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer, lent
+
+
+class Loan:
+    """Whether rows of one receive buffer are lent."""
+
+    def __init__(self) -> None:
+        self._holders: list[weakref.ref[Any]] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anybody still looks at what was lent."""
+        return any(holder() is not None for holder in self._holders)
+
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same contiguous tensor, for a caller to hold. The buffer is theirs meanwhile."""
+        if not tensor.numel():
+            return tensor.new_empty(tensor.shape)
+        memory, holder = lent(tensor.view(torch.uint8).flatten())
+        self._holders.append(holder)
+        self._stream = torch.cuda.current_stream(tensor.device)
+        return memory.view(tensor.dtype).view(tensor.shape)
+
+    def take_back(self, launcher: Launcher) -> None:
+        """Nobody holds it: let the current stream wait for that on which it was lent, and so for its last readers."""
+        if self._stream is None:
+            return
+        stream, captured = launcher.current()
+        if captured:  # which waits for nothing outside: the next call that is not has to
+            return
+        if self._stream.cuda_stream != stream:
+            torch.cuda.current_stream(launcher.ranks.device).wait_stream(self._stream)
+        self._holders, self._stream = [], None
+
 
 RECEIVE_BUFFERS = 2
 """Dispatches take turns in these, so views of one last until the second next dispatch."""
@@ -156,7 +190,53 @@ def _combine_recv_rows(plan: Plan) -> int:
     return plan.max_tokens_per_rank * min(plan.num_ranks, plan.top_k)
 
 
-class ReceiveBuffer(BesideRows):
+class RouteWords:
+    """What comes beside rows and scales: local_ids, weights and row_places [R, K], and row_tokens [R]. Views of them
+    are made when they are read.
+
+    Args:
+        memory: int32, one dimension, all of it.
+        parts: where each of them begins there, by its name.
+        num_rows, top_k: R and K.
+
+    Attributes:
+        num_rows: as given.
+        ids_address, places_address, tokens_address, weights_address: of each of them, for kernels.
+    """
+
+    scales: torch.Tensor
+
+    def __init__(self, memory: torch.Tensor, parts: Mapping[str, int], num_rows: int, top_k: int) -> None:
+        self._memory, self._parts, self.num_rows, self._top_k = memory, parts, num_rows, top_k
+        address = memory.data_ptr()
+        self.ids_address = address + 4 * parts["local_ids"]
+        self.places_address = address + 4 * parts["row_places"]
+        self.tokens_address = address + 4 * parts["row_tokens"]
+        self.weights_address = address + 4 * parts["weights"]
+
+    def part(self, name: str, num_rows: int | None) -> torch.Tensor:
+        """One of them, of the first so many rows; None: of all."""
+        if num_rows is None:
+            num_rows = self.num_rows
+        memory, begin, top_k = self._memory, self._parts[name], self._top_k
+        if name == "row_tokens":
+            return memory[begin : begin + num_rows]
+        if name == "weights":
+            memory = memory.view(torch.float32)
+        return memory.as_strided((num_rows, top_k), (top_k, 1), memory.storage_offset() + begin)
+
+    def copied(self) -> OwnRouteWords:
+        """The same in memory of its own. All is copied at once, which costs less than part by part."""
+        return OwnRouteWords(self._memory.clone(), self._parts, self.num_rows, self._top_k)
+
+
+class OwnRouteWords(RouteWords):
+    """A copy of what a receive buffer has beside its rows and scales: the handle has its own of these."""
+
+    holds_tensors = True
+
+
+class ReceiveBuffer(RouteWords):
     """Views of one receive buffer at its full size. R is the most rows that may be received.
 
     Attributes:

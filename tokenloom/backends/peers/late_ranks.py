@@ -21,9 +21,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from tokenloom.backends.nvlink.combine import Combiner
-from tokenloom.backends.nvlink.dispatch import Dispatcher
-from tokenloom.backends.nvlink.launcher import Launched, Launcher
+from tokenloom.backends.peers.combine import Combiner
+from tokenloom.backends.peers.dispatch import Dispatcher
+from tokenloom.backends.peers.opening import Launched, Launcher
 from tokenloom.backends.seam import CombineKind, DispatchKind, DispatchOut, Pending, Tokens
 from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout, TokenloomError, is_known_to_all
 from tokenloom.runtime.rank_group import RankGroup

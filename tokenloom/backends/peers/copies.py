@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from tokenloom.backends.nvlink.buffers import Buffers, num_turns
-from tokenloom.backends.nvlink.launcher import Launcher, require_no_capture
-from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
+from tokenloom.backends.peers.buffers import Buffers, num_turns
+from tokenloom.backends.peers.opening import Launcher, require_no_capture
+from tokenloom.backends.peers.outcomes import CALLS_IN_FLIGHT
 from tokenloom.plan import Plan
 from tokenloom.runtime.openings import Fields
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from tokenloom.backends.nvlink.buffers import Buffers
-from tokenloom.backends.nvlink.launcher import Launcher, OpeningKernel
-from tokenloom.backends.nvlink.outcomes import CALLS_IN_FLIGHT
+from tokenloom.backends.peers.buffers import Buffers
+from tokenloom.backends.peers.opening import Launcher, OpeningKernel
+from tokenloom.backends.peers.outcomes import CALLS_IN_FLIGHT
 from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.common import Deadline

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from tokenloom.backends.handshake import combine_fields, gradient_fields
-from tokenloom.backends.nvlink.buffers import (
+from tokenloom.backends.peers.buffers import (
     Buffers,
     address_of,
     aligned,
@@ -17,9 +17,9 @@ from tokenloom.backends.nvlink.buffers import (
     require_bulk,
     weight_gradient_values,
 )
-from tokenloom.backends.nvlink.copies import Copies
-from tokenloom.backends.nvlink.handle import NvlinkHandle
-from tokenloom.backends.nvlink.launcher import (
+from tokenloom.backends.peers.copies import Copies
+from tokenloom.backends.peers.handle import PeerHandle
+from tokenloom.backends.peers.opening import (
     HALVES,
     Half,
     Launched,
@@ -30,6 +30,7 @@ from tokenloom.backends.nvlink.launcher import (
 )
 from tokenloom.backends.seam import CombineKind, CombineOptions, Pending, PreparedCombine
 from tokenloom.errors import InvalidArgument
+from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.combine.launch import (
     CALL_FIELDS,
     PRE_REDUCE_BLOCKS,
@@ -37,6 +38,8 @@ from tokenloom.kernels.combine.launch import (
     PreReduceVariant,
     max_chunks,
 )
+from tokenloom.kernels.common import spec_of
+from tokenloom.kernels.row_weights.launch import BLOCKS, RowWeightsVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.openings import CallKind
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
@@ -89,7 +92,7 @@ class Combiner:
             return ReduceScatter(self, kind)
         return SumsAtHome(self, kind, number)
 
-    def require_kept(self, handle: NvlinkHandle) -> None:
+    def require_kept(self, handle: PeerHandle) -> None:
         """Raise if not all ranks know of the dispatch, or the buffer that it wrote to may have been reused."""
         self.launcher.require_known(handle.number)
         if handle.reused_after is not None and self.buffers.num_dispatches > handle.reused_after:
@@ -103,7 +106,7 @@ class Combiner:
 
     def reduce_scatter(
         self,
-        handle: NvlinkHandle,
+        handle: PeerHandle,
         rows: torch.Tensor,
         weights: torch.Tensor | None,
         options: CombineOptions,
@@ -131,7 +134,7 @@ class Combiner:
         set_arguments(kernel, handle, dense, out, handle.capacity, handle.given_ids)
         self._launch(kernel, buffer, region, CallKind(fields))
 
-    def send_weight_gradients(self, handle: NvlinkHandle, grad: torch.Tensor) -> Launched[torch.Tensor]:
+    def send_weight_gradients(self, handle: PeerHandle, grad: torch.Tensor) -> Launched[torch.Tensor]:
         """A combine of short rows, [T, K]: of a token's K gradients each rank has some, and zeros for the others."""
         self.require_kept(handle)
         plan, fp32 = self.plan, torch.float32
@@ -166,7 +169,7 @@ class ShortRows:
         layout, capacity: of a dispatch with such rows.
     """
 
-    def __init__(self, plan: Plan, handle: NvlinkHandle, grad: torch.Tensor) -> None:
+    def __init__(self, plan: Plan, handle: PeerHandle, grad: torch.Tensor) -> None:
         grad = grad[: len(handle.local_ids)]
         rows = torch.where(handle.local_ids[: len(grad)] >= 0, grad, 0)
         self.width = weight_gradient_values(plan)
@@ -187,7 +190,7 @@ def set_constant_arguments(launcher: Launcher, kernel: OpeningKernel) -> None:
 
 def set_arguments(
     kernel: OpeningKernel,
-    handle: NvlinkHandle,
+    handle: PeerHandle,
     rows: torch.Tensor,
     out: torch.Tensor,
     capacity: int,
@@ -267,7 +270,7 @@ class SumsAtHome:
 
     def send(
         self,
-        handle: NvlinkHandle,
+        handle: PeerHandle,
         rows: torch.Tensor,
         weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -312,7 +315,7 @@ class ReduceScatter:
 
     def send(
         self,
-        handle: NvlinkHandle,
+        handle: PeerHandle,
         rows: torch.Tensor,
         weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -364,7 +367,7 @@ class RoundedTwice:
 
     def send(
         self,
-        handle: NvlinkHandle,
+        handle: PeerHandle,
         rows: torch.Tensor,
         weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -394,3 +397,37 @@ def _check(plan: Plan, kind: CombineKind) -> None:
     """Raise for a combine that the kernels have no form for."""
     for dtype in (kind.y_dtype, kind.options.wire_dtype, kind.options.out_dtype):
         require_bulk(plan.hidden if kind.width is None else kind.width, dtype)
+
+
+class RowWeights:
+    """Moves weights between routes and rows.
+
+    Args:
+        plan: sizes. device: of the tensors.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self._plan, self._device = plan, device
+
+    def of_rows(self, handle: PeerHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+        """Received weights [R, K] -> [num_places] of their rows."""
+        rows = weights.new_zeros(num_places)
+        self._move(handle, weights, rows, num_places, weights.numel(), to_rows=True)
+        return rows
+
+    def of_routes(self, handle: PeerHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The gradient of that: [num_places] -> [R, K]."""
+        routes = torch.empty_like(like)
+        self._move(handle, grad, routes, len(grad), routes.numel(), to_rows=False)
+        return routes
+
+    def _move(
+        self, handle: PeerHandle, source: torch.Tensor, target: torch.Tensor, places: int, routes: int, to_rows: bool
+    ) -> None:
+        # One of its own for each call: forward and backward may run in several threads.
+        kernel = Kernel(spec_of(RowWeightsVariant(plan=self._plan, to_rows=to_rows)), self._device.index)
+        args = kernel.args
+        args.row_places, args.source_counts = handle.row_places.data_ptr(), handle.counts.source_counts.data_ptr()
+        args.source, args.target = source.data_ptr(), target.data_ptr()
+        args.routes, args.places = routes, min(places, handle.capacity)
+        kernel.launch(BLOCKS, torch.cuda.current_stream(self._device).cuda_stream)

@@ -6,24 +6,36 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from tokenloom.backends import seam
-from tokenloom.backends.nvlink import places
-from tokenloom.backends.nvlink.buffers import RECEIVE_BUFFERS, Buffers, ReceiveBuffer
-from tokenloom.backends.nvlink.copies import Copies
-from tokenloom.backends.nvlink.exact import ExactHalves, spread_by_expert
-from tokenloom.backends.nvlink.handle import NvlinkHandle
-from tokenloom.backends.nvlink.launcher import Half, Launched, Launcher
-from tokenloom.backends.nvlink.prepared import PreparedDispatch, SentDispatch, SharedByDirect, check
-from tokenloom.backends.nvlink.results import Results, ResultsMemory
-from tokenloom.backends.nvlink.staged import StagedDispatch
-from tokenloom.backends.seam import DispatchKind, DispatchOptions, DispatchOut, OutputOwner, Rows, Tokens
+from tokenloom.backends.peers.buffers import RECEIVE_BUFFERS, Buffers, ReceiveBuffer
+from tokenloom.backends.peers.copies import Copies
+from tokenloom.backends.peers.handle import (
+    PeerHandle,
+    Results,
+    ResultsMemory,
+    copied_with_room,
+    place_by_expert,
+    rows_without_sources,
+)
+from tokenloom.backends.peers.opening import Half, Launched, Launcher
+from tokenloom.backends.peers.prepared import PreparedDispatch, SentDispatch, SharedByDirect, StagedDispatch, check
+from tokenloom.backends.seam import (
+    DispatchKind,
+    DispatchOptions,
+    DispatchOut,
+    OutputOwner,
+    Pending,
+    Rows,
+    Tokens,
+)
 from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError, is_known_to_all
 from tokenloom.kernels.dispatch.launch import block_count_words
 from tokenloom.ops import routing
-from tokenloom.plan import Plan
+from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.deferred_release import keep_until_idle
 from tokenloom.runtime.kernel_reports import HostCounts
 
@@ -98,7 +110,7 @@ class Dispatcher:
 
     def send_again(
         self,
-        handle: NvlinkHandle,
+        handle: PeerHandle,
         values: Rows,
         strategy: str = "dedup",
         owner: OutputOwner = False,
@@ -118,18 +130,18 @@ class Dispatcher:
         again, rows = self._resend(handle, values, (*options, False, False, strategy), capacity, True, stream)
         copy, num_places = copier(self._buffers, again, owner), handle.num_places
         if num_places > capacity:
-            copy = partial(places.copied, least=num_places)
+            copy = partial(copied_with_room, least=num_places)
         found = rows if again.scales is None else (rows, again.scales)
         return Launched(_each(lambda rows: copy(rows[:num_places]), found))
 
-    def send_rows(self, handle: NvlinkHandle, values: torch.Tensor, strategy: str = "dedup") -> Launched[torch.Tensor]:
+    def send_rows(self, handle: PeerHandle, values: torch.Tensor, strategy: str = "dedup") -> Launched[torch.Tensor]:
         """Launch the kernel for one row per (token, rank), a view for the most rows there may be."""
         self.launcher.require_known(handle.number)
         rows = self._send_rows(handle, values)
         assert isinstance(rows, torch.Tensor)
         return Launched(rows)
 
-    def _send_rows(self, handle: NvlinkHandle, values: Rows) -> Rows:
+    def _send_rows(self, handle: PeerHandle, values: Rows) -> Rows:
         most = self.plan.worst_case_rows("token")
         if handle.masked == self.launcher.masked:
             again, rows = self._resend(handle, values, ("token", 1, "bounded", most), most, False)
@@ -141,17 +153,17 @@ class Dispatcher:
             return found
         received = handle.all_counts[:, handle.results.rank].to(torch.int64)
         where = (received, self.plan.max_tokens_per_rank, self.launcher.masked)
-        return _each(lambda rows: places.without_sources(rows, *where), found)
+        return _each(lambda rows: rows_without_sources(rows, *where), found)
 
     def _resend(
         self,
-        handle: NvlinkHandle,
+        handle: PeerHandle,
         values: Rows,
         options: tuple[object, ...],
         capacity: int,
         repeats: bool,
         stream: int | None = None,
-    ) -> tuple[NvlinkHandle, torch.Tensor]:
+    ) -> tuple[PeerHandle, torch.Tensor]:
         """Launch the kernel for other values by the routes of a dispatch: (handle, rows) at their full size."""
         x, scales = values if isinstance(values, tuple) else (values, None)
         tokens = Tokens(x, scales, handle.ids(), None)
@@ -237,14 +249,14 @@ class DirectDispatch(PreparedDispatch):
             self._lend(sent.handle, sent.rows)
         return sent
 
-    def _lend(self, handle: NvlinkHandle, rows: torch.Tensor) -> None:
+    def _lend(self, handle: PeerHandle, rows: torch.Tensor) -> None:
         """Lend rows, if they can be lent, and copy the rest."""
         copy = copier(self._buffers, handle, "if needed")
         if copy is torch.clone:
             return
         scales = handle.scales
         handle.lent = copy(rows), None if scales is None else copy(scales)
-        handle.own_beside()
+        handle.own_route_words()
 
     # -- the launch -----------------------------------------------------------------------------------------
 
@@ -274,7 +286,7 @@ class DirectDispatch(PreparedDispatch):
 
     def launch(
         self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None
-    ) -> tuple[NvlinkHandle, torch.Tensor, Half | None]:
+    ) -> tuple[PeerHandle, torch.Tensor, Half | None]:
         received, count = self._received, self._count
         buffer, rows = self._next_free(count.num_dispatches)
         number = count.num_dispatches
@@ -296,7 +308,7 @@ class DirectDispatch(PreparedDispatch):
             launcher.launch_ready(self.kernel, self.call_kind, call, stream, buffer.number, repeats=self.repeats)
         count.num_dispatches += 1
         reused_after = number + len(received)
-        handle = NvlinkHandle(
+        handle = PeerHandle(
             self.options, call, num_tokens, self.num_places, topk_ids, memory, self.results, buffer, reused_after
         )
         slots, all_counts = self.results.argument_offsets[:2]
@@ -307,7 +319,7 @@ class DirectDispatch(PreparedDispatch):
 
     # -- the second half ------------------------------------------------------------------------------------
 
-    def finish(self, sent: SentDispatch) -> tuple[NvlinkHandle, torch.Tensor]:
+    def finish(self, sent: SentDispatch) -> tuple[PeerHandle, torch.Tensor]:
         handle, rows, owner = sent.handle, sent.rows, self.kind.output_owner
         if self._copies_nothing and sent.out is None and not self._buffers.any_lent:
             return handle, rows
@@ -317,14 +329,14 @@ class DirectDispatch(PreparedDispatch):
             self.shared.settle_checked(handle.number)
         if self._is_short:
             handle.own(self.options.capacity)
-            rows = places.copied(rows, handle.num_places)
+            rows = copied_with_room(rows, handle.num_places)
         else:
             rows = self._owned(handle, rows, owner)
         if sent.out is not None:
             rows = handle.write_to(sent.out, rows)
         return handle, rows
 
-    def _finish_exact(self, sent: SentDispatch) -> tuple[NvlinkHandle, torch.Tensor]:
+    def _finish_exact(self, sent: SentDispatch) -> tuple[PeerHandle, torch.Tensor]:
         handle, options, shared = sent.handle, self.options, self.shared
         counts = self.launcher.outcomes.await_counts(shared.host_counts)
         overflow = self._settled_with(handle) if counts is None or shared.checked else None
@@ -339,7 +351,7 @@ class DirectDispatch(PreparedDispatch):
             return handle, handle.take_lent(counts)
         return handle, self._owned(handle, handle.cut_to_size(counts, sent.rows), self.kind.output_owner)
 
-    def _owned(self, handle: NvlinkHandle, rows: torch.Tensor, owner: OutputOwner) -> torch.Tensor:
+    def _owned(self, handle: PeerHandle, rows: torch.Tensor, owner: OutputOwner) -> torch.Tensor:
         """The rows as their owner gets them, and with them the rest of the outputs."""
         if owner == "but rows":
             handle.own()
@@ -363,7 +375,7 @@ class DirectDispatch(PreparedDispatch):
             return overflow
         return None
 
-    def _settled_with(self, handle: NvlinkHandle) -> CapacityOverflow | None:
+    def _settled_with(self, handle: PeerHandle) -> CapacityOverflow | None:
         """Do what :meth:`_settled` does. Who keeps an error, which keeps this dispatch, holds no rows of it."""
         try:
             return self._settled()
@@ -371,7 +383,7 @@ class DirectDispatch(PreparedDispatch):
             handle.lent = None
             raise
 
-    def _receive_by_token(self, tokens: Tokens) -> tuple[NvlinkHandle, torch.Tensor]:
+    def _receive_by_token(self, tokens: Tokens) -> tuple[PeerHandle, torch.Tensor]:
         """Layout "expert" of any size: rows arrive one per (token, rank), which always fits, and are spread here."""
         self._count.num_dispatches -= 1  # the refused one wrote nothing: its buffer, not that of the one before
         plain = replace(self.options, layout="token", alignment=1, capacity=None, strategy="dedup")
@@ -388,7 +400,7 @@ class DirectDispatch(PreparedDispatch):
         return spread_by_expert(self.options, handle, handle.cut_to_size(handle.all_sizes(), rows))
 
 
-def copier(buffers: Buffers, handle: NvlinkHandle, owner: OutputOwner) -> Callable[[torch.Tensor], torch.Tensor]:
+def copier(buffers: Buffers, handle: PeerHandle, owner: OutputOwner) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that gives a caller rows of the receive buffer: views, copies, or the very rows, theirs from then."""
     buffer = handle.buffer
     assert isinstance(buffer, ReceiveBuffer), "only rows of direct dispatches lie in receive buffers"
@@ -405,3 +417,102 @@ def _each(function: Callable[[torch.Tensor], torch.Tensor], values: Rows) -> Row
 
 def _view(rows: torch.Tensor) -> torch.Tensor:
     return rows
+
+
+class Prepares(Protocol):
+    """Prepares the dispatches of a communicator."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def launcher(self) -> Launcher: ...
+
+    def prepared(self, kind: DispatchKind, *, meant: DispatchOptions) -> seam.PreparedDispatch:
+        """Dispatches of one kind, as parts of calls with the options that are ``meant``."""
+
+
+class ExactHalves:
+    """Dispatches with exact sizes in two halves: rows arrive where there is room for all, one per (token, rank), and
+    the host reads their counts when it receives them.
+
+    Args:
+        dispatcher: prepares the bounded dispatches that these consist of.
+        kind: of all calls.
+    """
+
+    waits = True
+
+    def __init__(self, dispatcher: Prepares, kind: DispatchKind) -> None:
+        self.dispatcher, self._kind, self.options = dispatcher, kind, kind.options
+        plan, options = dispatcher.plan, kind.options
+        layout = "token" if options.layout == "expert" else options.layout
+        capacity = plan.worst_case_rows("token") if layout == "token" else None
+        plain = replace(options, layout=layout, alignment=1, sizes="bounded", capacity=capacity, strategy="dedup")
+        self._prepared = dispatcher.prepared(replace(kind, options=plain), meant=options)
+
+    @property
+    def is_stale(self) -> bool:
+        return self._prepared.is_stale
+
+    def send(self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None) -> SentExactHalf:
+        assert out is None, "results of an exact size have no room of the caller's"
+        if not (self._kind.split or self._kind.early):  # whoever waits hears first of what earlier calls left
+            self.dispatcher.launcher.settle(0)
+        return SentExactHalf(self, self._prepared.send(tokens))
+
+
+class SentExactHalf:
+    """A dispatch of :class:`ExactHalves` whose rows are on their way."""
+
+    def __init__(self, prepared: ExactHalves, sent: Pending[tuple[PeerHandle, torch.Tensor]]) -> None:
+        self._prepared, self._sent = prepared, sent
+
+    def receive(self) -> tuple[PeerHandle, torch.Tensor]:
+        """Wait for the counts, and cut outputs to them.
+
+        Raises:
+            CapacityOverflow: more rows came than the caller has allowed, on this rank or another.
+        """
+        handle, rows = self._sent.receive()
+        dispatcher, options, room = self._prepared.dispatcher, self._prepared.options, len(rows)
+        dispatcher.launcher.outcomes.settle_before(handle.number + 1)
+        needed = _most_rows(dispatcher.plan, options, handle.all_counts.tolist())
+        if options.capacity is not None and needed > options.capacity:
+            raise CapacityOverflow(needed, options.capacity, sent=False)
+        rows = handle.cut_to_size(handle.all_sizes(), rows)
+        if handle.reused_after is not None:
+            handle.own()
+            rows = rows.clone()
+        elif 2 * len(rows) < room and options.layout != "expert":  # which makes rows of its own
+            rows = rows.clone()
+        if options.layout == "expert":
+            return spread_by_expert(options, handle, rows)
+        handle.options = options
+        return handle, rows
+
+
+def spread_by_expert(
+    options: DispatchOptions, handle: PeerHandle, rows: torch.Tensor
+) -> tuple[PeerHandle, torch.Tensor]:
+    """Layout "expert" from rows of layout "token", of their exact size: (handle, rows)."""
+    counts = handle.counts
+    placement = place_by_expert(counts.source_counts, counts.expert_counts, options.alignment, handle.local_ids)
+
+    def spread(rows: torch.Tensor) -> torch.Tensor:
+        return routing.scatter_rows(rows, placement.positions, placement.num_places)
+
+    handle.spread(options, placement)
+    if handle.scales is not None:
+        handle.scales = spread(handle.scales)
+    return handle, spread(rows)
+
+
+def _most_rows(plan: Plan, options: DispatchOptions, all_counts: list[list[int]]) -> int:
+    """Rows that the fullest rank has in its output."""
+    if options.layout != "expert":
+        return max(map(sum, zip(*(each[: plan.num_ranks] for each in all_counts), strict=True)))
+    routes = [sum(each) for each in zip(*(each[plan.num_ranks :] for each in all_counts), strict=True)]
+    padded = [align_up(each, options.alignment) for each in routes]
+    local = plan.experts_per_rank
+    return max(sum(padded[rank * local : (rank + 1) * local]) for rank in range(plan.num_ranks))

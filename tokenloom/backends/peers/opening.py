@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from tokenloom.backends.nvlink.outcomes import (
+from tokenloom.backends.peers.outcomes import (
     CALLS_IN_FLIGHT,
     CAPTURED_SLOT,
     FAULT,
