@@ -69,8 +69,8 @@ def moving(make: Callable[[], tl.Communicator], gradients: bool, settle: Callabl
 @pytest.mark.parametrize(
     ("gradients", "want"),
     [
-        (False, {"dispatch": [(216, 34), (33, 20)], "combine": [(113, 27), (34, 20)]}),
-        (True, {"dispatch": [(219, 34), (75, 25)], "combine": [(115, 27), (73, 23)]}),
+        (False, {"dispatch": [(228, 26), (32, 16)], "combine": [(99, 21), (34, 17)]}),
+        (True, {"dispatch": [(237, 27), (41, 17)], "combine": [(106, 21), (41, 17)]}),
     ],
     ids=["plain", "with gradients"],
 )
@@ -84,8 +84,8 @@ def test_on_nvlink(stand_ins: StandIns, gradients: bool, want: Found) -> None:
 @pytest.mark.parametrize(
     ("gradients", "want"),
     [
-        (False, {"dispatch": [(170, 23), (162, 22)], "combine": [(109, 23), (106, 22)]}),
-        (True, {"dispatch": [(174, 24), (166, 23)], "combine": [(116, 24), (113, 23)]}),
+        (False, {"dispatch": [(168, 18), (123, 17)], "combine": [(105, 17), (88, 17)]}),
+        (True, {"dispatch": [(172, 19), (127, 18)], "combine": [(112, 18), (95, 18)]}),
     ],
     ids=["plain", "with gradients"],
 )
@@ -115,7 +115,7 @@ def test_mega_moe(stand_ins: StandIns) -> None:
 
         with torch.no_grad():
             found = passed({"forward": forward}, stand_ins.settle)
-    assert found == {"forward": [(210, 26), (57, 17)]}
+    assert found == {"forward": [(203, 25), (49, 16)]}
 
 
 def test_a_layers_step() -> None:
@@ -133,4 +133,4 @@ def test_a_layers_step() -> None:
             kept[0].backward()  # noqa: B023
 
         found = passed({"forward": forward, "backward": backward}, lambda: None)
-    assert found == {"forward": [(412, 33), (412, 33)], "backward": [(290, 25), (290, 25)]}
+    assert found == {"forward": [(416, 30), (375, 30)], "backward": [(278, 22), (278, 22)]}

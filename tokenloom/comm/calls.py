@@ -323,13 +323,6 @@ class DispatchCall(CallInHalves):
             return Upcoming(self.name, awaited=waits, split=self.split)
         return Upcoming(self.name, options, 1 if options.to_fp8 else dtype.itemsize, waits, self.split)
 
-    def _mode(self, x: Any, weights: Any) -> tuple[Any, ...]:
-        """The last fields of the kind."""
-        owner = checks.OWNER_OF_COPY[self._copy]
-        if not is_grad_enabled():
-            return False, False, owner, self.split, False
-        return x.requires_grad, weights is not None and weights.requires_grad, True, self.split, False
-
     def find(self) -> bool:
         x, ids, weights = self._x, self._topk_ids, self._topk_weights
         scales = None
@@ -343,9 +336,12 @@ class DispatchCall(CallInHalves):
         ):
             return False
         try:
-            mode = self._mode(x, weights)
+            owner = checks.OWNER_OF_COPY[self._copy]
         except (KeyError, TypeError):  # no value of ``copy``
             return False
+        mode: tuple[Any, ...] = (False, False, owner, self.split, False)
+        if is_grad_enabled():
+            mode = (x.requires_grad, weights is not None and weights.requires_grad, True, self.split, False)
         known = self.kinds.find_dispatch(self._arguments, mode, x, scales, ids, weights, self._out)
         if known is None:
             return False
@@ -355,12 +351,10 @@ class DispatchCall(CallInHalves):
     def check(self) -> None:
         x, weights = self._x, settled(self._topk_weights)
         tokens = settled(x[0] if isinstance(x, (tuple, list)) and x else x)
-        has_mode = isinstance(tokens, torch.Tensor) and (weights is None or isinstance(weights, torch.Tensor))
-        if not has_mode:  # which is an error of the tensors
-            mode: tuple[Any, ...] = (False, False, checks.output_owner(self._copy), self.split, False)
-        else:
-            checks.output_owner(self._copy)
-            mode = self._mode(tokens, weights)
+        mode: tuple[Any, ...] = (False, False, checks.output_owner(self._copy), self.split, False)
+        if is_grad_enabled():
+            needs = (isinstance(each, torch.Tensor) and each.requires_grad for each in (tokens, weights))
+            mode = (*needs, True, self.split, False)
         given = (x if isinstance(x, (tuple, list)) else tokens, self._topk_ids, weights)
         self._known, self._tokens = self.kinds.check_dispatch(self._arguments, mode, *given, self._out)
 

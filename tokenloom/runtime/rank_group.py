@@ -194,7 +194,8 @@ class RankGroup:
 
     def require_alive(self) -> None:
         """Raise CommunicatorBroken if a wait has timed out or the group was closed."""
-        self._watch.require_alive()
+        if self._watch.broken:
+            self._watch.require_alive()
 
     @property
     def is_of_parent(self) -> bool:

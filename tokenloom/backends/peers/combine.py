@@ -94,7 +94,8 @@ class Combiner:
 
     def require_kept(self, handle: PeerHandle) -> None:
         """Raise if not all ranks know of the dispatch, or the buffer that it wrote to may have been reused."""
-        self.launcher.require_known(handle.number)
+        if handle.number < self.launcher.known_from:
+            self.launcher.require_known(handle.number)
         if handle.reused_after is not None and self.buffers.num_dispatches > handle.reused_after:
             raise InvalidArgument("the dispatch is two or more dispatches old, its buffer was reused; pass copy=True")
 

@@ -284,7 +284,9 @@ class PeerHandle:
         made = self.__dict__.get("weights")  # the caller's own, say
         if made is not None:
             return made.data_ptr()
-        return self.address("weights") if self.buffer is None else self.buffer.weights_address
+        if self.buffer is None:
+            return self.words_address + self.results.at["weights"]
+        return self.buffer.weights_address
 
     def address(self, name: str) -> int:
         """For kernels: of a part of the words."""

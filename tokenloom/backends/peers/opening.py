@@ -223,7 +223,9 @@ class Launcher:
             are open; else None, and nothing was raised.
         """
         stream = current_handle(self.ranks.device)
-        if stream != self._last_handle or self._open_halves or is_capturing(stream):
+        if stream != self._last_handle or self._open_halves:
+            return None
+        if stream and torch.cuda.is_current_stream_capturing():  # the default stream, 0, is never captured
             return None
         self.outcomes.settle_before(self.num_calls - in_flight)
         return stream

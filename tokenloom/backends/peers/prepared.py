@@ -107,6 +107,8 @@ class SentDispatch:
     def receive(self) -> tuple[PeerHandle, torch.Tensor]:
         if self.half is not None:
             self.prepared.launcher.finish(self.half)
+        elif self.prepared.is_done_when_sent and self.out is None:
+            return self.handle, self.rows
         return self.prepared.finish(self)
 
 
@@ -122,8 +124,11 @@ class PreparedDispatch:
     Attributes:
         is_stale: buffers have grown since, or too many kinds came.
         waits: the host waits for counts of each call.
+        is_done_when_sent: the second half has nothing to do, unless there are two kernels or tensors of the caller's.
         call_kind: the meaning of the calls to all ranks.
     """
+
+    is_done_when_sent = False
 
     def __init__(
         self, shared: Shared, kind: DispatchKind, repeats: bool = False, meant: DispatchOptions | None = None
@@ -297,6 +302,7 @@ class StagedDispatch(PreparedDispatch):
     ) -> None:
         super().__init__(shared, kind, repeats, meant)
         options = kind.options
+        self.is_done_when_sent = not shared.checked
         plan, layout, eager = shared.plan, options.layout, is_eager(shared.plan)
         rows = plan.worst_case_rows("token") if options.capacity is None else options.capacity
         self._places = plan.experts_per_rank * rows if layout == "slots" else rows
