@@ -29,7 +29,7 @@ from tokenloom.backends.seam import (
     default_mode,
 )
 from tokenloom.comm import autograd, checks
-from tokenloom.comm.checks import CombineArguments, DispatchArguments
+from tokenloom.comm.checks import CombineArguments, CombineValues, DispatchArguments, DispatchValues
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, Pending, profiler_range
 from tokenloom.comm.routed import Routed
 from tokenloom.errors import DtypeMismatch, InvalidArgument, NotDifferentiable
@@ -42,6 +42,7 @@ MAX_KINDS = 64
 WIDTH_UNIT = 4
 """Float32 values of which narrow rows have a multiple: every backend moves 16 bytes."""
 is_grad_enabled = torch.is_grad_enabled
+new_tuple: Any = tuple.__new__  # makes a named tuple in a third of the time
 
 
 class KnownDispatch(NamedTuple):
@@ -85,7 +86,7 @@ class Kinds:
 
     def find_dispatch(
         self,
-        arguments: DispatchArguments,
+        arguments: DispatchValues,
         mode: tuple[Any, ...],
         x: Any,
         scales: Any,
@@ -100,14 +101,17 @@ class Kinds:
             mode: the last fields of a :class:`DispatchKind`, from ``x_needs_grad`` on.
             x, scales, topk_ids, weights: plain tensors, or None. out: as the caller passed it.
         """
-        weights_dtype = None if weights is None else weights.dtype
         _, alignment, _, capacity, to_fp8, powers, _, _ = arguments
-        # Types as well: True is no number of rows, and 1 is not True.
-        types = (alignment.__class__, capacity.__class__, to_fp8.__class__, powers.__class__)
+        # True equals 1, but is no number of rows, and 1 is not True.
+        if (
+            capacity.__class__ is bool
+            or alignment.__class__ is bool
+            or not (to_fp8.__class__ is powers.__class__ is bool)
+        ):
+            return None
+        weights_dtype = None if weights is None else weights.dtype
         try:
-            known = self._dispatches.get(
-                (arguments, types, mode, x.dtype, topk_ids.dtype, weights_dtype, scales is None)
-            )
+            known = self._dispatches.get((arguments, mode, x.dtype, topk_ids.dtype, weights_dtype, scales is None))
         except TypeError:  # a list, say, cannot be looked up
             return None
         if known is None or known.prepared.is_stale:
@@ -119,7 +123,7 @@ class Kinds:
 
     def check_dispatch(
         self,
-        arguments: DispatchArguments,
+        arguments: DispatchValues,
         mode: tuple[Any, ...],
         x: Any,
         topk_ids: Any,
@@ -136,7 +140,7 @@ class Kinds:
         """
         engine = self.engine
         plan, able, device = engine.plan, engine.capabilities, engine.ranks.device
-        options = checks.dispatch_options(plan, able, arguments)
+        options = checks.dispatch_options(plan, able, DispatchArguments(*arguments))
         tokens, words = checks.dispatch_tokens(plan, able, device, options, x, topk_ids, weights)
         x, scales, topk_ids, weights = tokens
         weights_dtype = None if weights is None else weights.dtype
@@ -148,12 +152,11 @@ class Kinds:
         if checks.can_glance(kind, able):
             if len(self._dispatches) >= MAX_KINDS:
                 self._dispatches.clear()
-            key = (arguments, arguments.types, mode, x.dtype, topk_ids.dtype, weights_dtype, scales is None)
-            self._dispatches[key] = known
+            self._dispatches[arguments, mode, x.dtype, topk_ids.dtype, weights_dtype, scales is None] = known
         return known, tokens
 
     def dispatch(
-        self, arguments: DispatchArguments, mode: tuple[Any, ...], x: Any, topk_ids: Any, weights: Any
+        self, arguments: DispatchValues, mode: tuple[Any, ...], x: Any, topk_ids: Any, weights: Any
     ) -> tuple[KnownDispatch, Tokens]:
         """Look a dispatch of a layer up, or check it; see :meth:`check_dispatch`."""
         are_plain = x.__class__ in PLAIN and topk_ids.__class__ in PLAIN and weights.__class__ in PLAIN
@@ -300,7 +303,7 @@ class DispatchCall(CallInHalves):
         self,
         owner: object,
         kinds: Kinds,
-        arguments: DispatchArguments,
+        arguments: DispatchValues,
         x: Any,
         topk_ids: Any,
         topk_weights: Any,
@@ -318,7 +321,7 @@ class DispatchCall(CallInHalves):
         dtype = getattr(x[0] if isinstance(x, (tuple, list)) and x else x, "dtype", None)
         options = None
         with suppress(Exception):
-            options = checks.dispatch_options(engine.plan, engine.capabilities, self._arguments)
+            options = checks.dispatch_options(engine.plan, engine.capabilities, DispatchArguments(*self._arguments))
         if options is None or dtype not in (*engine.capabilities.dtypes, torch.float8_e4m3fn):
             return Upcoming(self.name, awaited=waits, split=self.split)
         return Upcoming(self.name, options, 1 if options.to_fp8 else dtype.itemsize, waits, self.split)
@@ -345,7 +348,11 @@ class DispatchCall(CallInHalves):
         known = self.kinds.find_dispatch(self._arguments, mode, x, scales, ids, weights, self._out)
         if known is None:
             return False
-        self._known, self._tokens, self.waits = known, Tokens(x, scales, ids, weights), known.prepared.waits
+        self._known, self._tokens, self.waits = (
+            known,
+            new_tuple(Tokens, (x, scales, ids, weights)),
+            known.prepared.waits,
+        )
         return True
 
     def check(self) -> None:
@@ -406,7 +413,7 @@ class CombineCall(CallInHalves):
         self,
         owner: object,
         kinds: Kinds,
-        arguments: CombineArguments,
+        arguments: CombineValues,
         y: Any,
         routed: Any,
         out: torch.Tensor | None,
@@ -438,12 +445,11 @@ class CombineCall(CallInHalves):
             return False
         if known is None or known.prepared.is_stale:
             return False
+        self._known = known
         try:
-            is_right = known.fits(y, weights, routed._shape, routed._handle.num_tokens, self._out)
+            return known.fits(y, weights, routed._shape, routed._handle.num_tokens, self._out)
         except RuntimeError:  # a nested or sparse tensor
             return False
-        self._known = known
-        return is_right
 
     def _key(self, y_dtype: torch.dtype) -> object:
         """What combines of one kind have alike."""
@@ -451,7 +457,7 @@ class CombineCall(CallInHalves):
         if is_grad_enabled():
             graph_weights = routed._graph_weights
             grads = self._y.requires_grad, graph_weights is not None and graph_weights.requires_grad
-        types = arguments.weighted.__class__  # 1 is not True
+        types = arguments[0].__class__  # 1 is not True
         return routed.layout, routed._weighted, y_dtype, arguments, types, grads, self._weights is None, self.split
 
     def check(self) -> None:
@@ -466,7 +472,7 @@ class CombineCall(CallInHalves):
         graph_weights = routed._graph_weights
         weights_need_grad = graph_weights is not None and graph_weights.requires_grad
         given = (y, routed._shape, routed.layout, routed._weighted, weights_need_grad, weights is not None)
-        options = checks.combine_options(able, device, arguments, *given)
+        options = checks.combine_options(able, device, CombineArguments(*arguments), *given)
         handle = routed._handle
         if weights is not None:
             checks.weights_at_home(plan, weights, handle.num_tokens, device)
@@ -484,24 +490,24 @@ class CombineCall(CallInHalves):
                 combines.clear()
             combines[self._key(y.dtype)] = known
 
-    def _check_bias(self, bias: tuple[Any, ...]) -> CombineArguments:
+    def _check_bias(self, bias: tuple[Any, ...]) -> CombineValues:
         """Check what is added to the result, and give the arguments of a sum that is not rounded before."""
         engine, y, out = self.engine, self._y, self._out
         device, shape = engine.ranks.device, (self._routed._handle.num_tokens, engine.plan.hidden)
         for index, each in enumerate(bias):
             checks.bias_at_home("bias" if len(bias) == 1 else f"bias[{index}]", each, shape, device)
         is_tensor = isinstance(y, torch.Tensor)
-        self._out_dtype = self._arguments.out_dtype or (y.dtype if is_tensor else torch.float32)
+        self._out_dtype = self._arguments[3] or (y.dtype if is_tensor else torch.float32)
         if out is not None:
             checks.result_at_home(out, shape, self._out_dtype, device)
-            weights = None if self._arguments.weighted is False else self._routed._graph_weights
+            weights = None if self._arguments[0] is False else self._routed._graph_weights
             wanted = (each.requires_grad for each in (y, weights, *bias) if isinstance(each, torch.Tensor))
             checks.require_no_gradient(out, is_grad_enabled() and any(wanted))
         if self._out_dtype not in engine.capabilities.dtypes:
             raise DtypeMismatch(f"out_dtype is {self._out_dtype}, which this backend does not have")
         self._has_graph = is_grad_enabled()
         wide = torch.float64 if is_tensor and y.dtype == torch.float64 else torch.float32
-        return self._arguments._replace(out_dtype=wide)
+        return (*self._arguments[:3], wide)
 
     def send(self, stream: int | None) -> None:
         engine, routed, known = self.engine, self._routed, self._known

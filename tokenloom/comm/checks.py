@@ -45,6 +45,8 @@ MAX_ROWS = 2**31 - 1
 """Counts of rows are int32."""
 SIZES = ("exact", "bounded")
 ID_DTYPES = (torch.int32, torch.int64)
+FAR = 1 << 40
+"""An address that no view of freed memory has: its storage is gone, and the address is the view's offset in it."""
 
 
 class DispatchArguments(NamedTuple):
@@ -59,15 +61,9 @@ class DispatchArguments(NamedTuple):
     strategy: str = "dedup"
     scale_layout: str = "rows"
 
-    @property
-    def types(self) -> tuple[type, ...]:
-        """Classes of values that equal others without meaning the same: True is no number of rows."""
-        return (
-            self.alignment.__class__,
-            self.capacity.__class__,
-            self.to_fp8.__class__,
-            self.power_of_two_scales.__class__,
-        )
+
+DispatchValues = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
+"""The values of :class:`DispatchArguments`, as a tuple that every call makes quicker."""
 
 
 class CombineArguments(NamedTuple):
@@ -77,6 +73,10 @@ class CombineArguments(NamedTuple):
     mode: str
     wire_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None
+
+
+CombineValues = tuple[Any, Any, Any, Any]
+"""The values of :class:`CombineArguments`."""
 
 
 def dispatch_options(plan: Plan, able: Capabilities, arguments: DispatchArguments) -> DispatchOptions:
@@ -221,9 +221,10 @@ def dispatch_glance(
             and x.is_cpu == on_cpu == ids.is_cpu
             and x.is_contiguous()
             and ids.is_contiguous()
-            # A view may have an address in memory that was freed.
-            and (num_tokens == 0 or (x.untyped_storage().nbytes() and ids.untyped_storage().nbytes()))
-            and (num_tokens == 0 or (x.data_ptr() and ids.data_ptr()))
+            and (
+                num_tokens == 0
+                or ((x.data_ptr() > FAR or _has_storage(x)) and (ids.data_ptr() > FAR or _has_storage(ids)))
+            )
             and forward_ad._current_level < 0
         ):
             return False
@@ -232,7 +233,7 @@ def dispatch_glance(
             and weights.get_device() == index
             and weights.is_cpu == on_cpu
             and weights.is_contiguous()
-            and (num_tokens == 0 or (weights.data_ptr() and weights.untyped_storage().nbytes()))
+            and (num_tokens == 0 or weights.data_ptr() > FAR or _has_storage(weights))
         ):
             return False
         if scales is not None and not (
@@ -241,7 +242,7 @@ def dispatch_glance(
             and scales.get_device() == index
             and scales.is_cpu == on_cpu
             and scales.is_contiguous()
-            and (num_tokens == 0 or (scales.data_ptr() and scales.untyped_storage().nbytes()))
+            and (num_tokens == 0 or scales.data_ptr() > FAR or _has_storage(scales))
             and not scales.requires_grad
         ):
             return False
@@ -272,6 +273,10 @@ def dispatch_glance(
     return fits
 
 
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() != 0
+
+
 def can_glance(kind: DispatchKind, able: Capabilities) -> bool:
     """Whether calls of this kind are right where a glance finds nothing: nothing has to be unpacked, or read."""
     packs_what_comes = kind.with_scales and kind.options.scale_layout == "packed"
@@ -300,7 +305,7 @@ def combine_glance(
             and y.get_device() == index
             and y.is_cpu == on_cpu
             and y.is_contiguous()
-            and (has_memory(y) if y.numel() == 0 else y.data_ptr() != 0 and y.untyped_storage().nbytes() != 0)
+            and (y.data_ptr() > FAR or has_memory(y))
             and forward_ad._current_level < 0
             and (weights is None or (fits_like(weights, (num_tokens, top_k), WEIGHT_DTYPE, device) and not needs_grad))
             and (out is None or (fits_like(out, (num_tokens, hidden), out_dtype, device) and not needs_grad))

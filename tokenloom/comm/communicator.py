@@ -16,7 +16,6 @@ from tokenloom.backends import registry
 from tokenloom.backends.seam import DispatchOut
 from tokenloom.comm import autograd, checks
 from tokenloom.comm.calls import CombineCall, DispatchCall, Kinds, ResendCall, ReweightCall, ValuesHomeCall
-from tokenloom.comm.checks import CombineArguments, DispatchArguments
 from tokenloom.comm.engine import Engine, Pending
 from tokenloom.comm.routed import Layout, Routed
 from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout
@@ -256,9 +255,7 @@ class Communicator:
                 a later call or ``check``; meanwhile combine gives NaN for the tokens concerned.
             PeerTimeout, CommunicatorBroken: another rank is missing, or was at an earlier call.
         """
-        arguments = DispatchArguments(
-            layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout
-        )
+        arguments = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)
         return DispatchCall(self, self.kinds, arguments, x, topk_ids, topk_weights, copy, out).run()
 
     @breaks_graph
@@ -292,9 +289,7 @@ class Communicator:
             InvalidArgument: also for a third pending call, and after a pending was dropped unreceived; nothing was
                 sent.
         """
-        arguments = DispatchArguments(
-            layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout
-        )
+        arguments = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)
         return DispatchCall(self, self.kinds, arguments, x, topk_ids, topk_weights, copy, out).start()
 
     @breaks_graph
@@ -339,10 +334,11 @@ class Communicator:
             TokenloomError: what ``dispatch`` raises; also NotDifferentiable if topk_weights are given and y or they
                 require grad.
         """
-        arguments = CombineArguments(
-            weighted, self.kinds.default_mode if mode is None else mode, wire_dtype, out_dtype
-        )
-        return self._combine(y, routed, arguments, out, topk_weights, bias).run()
+        arguments = (weighted, self.kinds.default_mode if mode is None else mode, wire_dtype, out_dtype)
+        own: Any = bias
+        if topk_weights is not None or bias is not None:
+            routed, topk_weights, own = self._own_terms(routed, weighted, topk_weights, bias)
+        return CombineCall(self, self.kinds, arguments, y, routed, out, topk_weights, own).run()
 
     @breaks_graph
     def send_combine(
@@ -370,28 +366,25 @@ class Communicator:
         Raises:
             TokenloomError: what ``send_dispatch`` raises.
         """
-        arguments = CombineArguments(
-            weighted, self.kinds.default_mode if mode is None else mode, wire_dtype, out_dtype
-        )
-        return self._combine(y, routed, arguments, out, topk_weights, bias).start()
+        arguments = (weighted, self.kinds.default_mode if mode is None else mode, wire_dtype, out_dtype)
+        own: Any = bias
+        if topk_weights is not None or bias is not None:
+            routed, topk_weights, own = self._own_terms(routed, weighted, topk_weights, bias)
+        return CombineCall(self, self.kinds, arguments, y, routed, out, topk_weights, own).start()
 
-    def _combine(
-        self,
-        y: torch.Tensor,
-        routed: Routed,
-        arguments: CombineArguments,
-        out: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        bias: torch.Tensor | Sequence[torch.Tensor] | None,
-    ) -> CombineCall:
-        """A combine, whose weights travel before it where the backend's combine takes none."""
-        if topk_weights is not None and self._reweights(routed, arguments.weighted):
+    def _own_terms(
+        self, routed: Routed, weighted: bool | None, topk_weights: torch.Tensor | None, bias: object
+    ) -> tuple[Routed, torch.Tensor | None, Any]:
+        """Weights and a bias of this rank's tokens, as a combine takes them: (routed, weights, tensors to add).
+
+        Where the backend's combine takes no weights, they travel before it, and come back with ``routed``.
+        """
+        if topk_weights is not None and self._reweights(routed, weighted):
             routed = ReweightCall(self, self.kinds, routed, topk_weights, without_lost=True).run()
             topk_weights = None
-        added: Any = bias
-        if bias is not None:
-            added = tuple(bias) if isinstance(bias, (tuple, list)) else (bias,)
-        return CombineCall(self, self.kinds, arguments, y, routed, out, topk_weights, added)
+        if bias is not None and not isinstance(bias, tuple):
+            bias = tuple(bias) if isinstance(bias, list) else (bias,)
+        return routed, topk_weights, bias
 
     def _reweights(self, routed: object, weighted: bool | None) -> bool:
         """Whether weights of a combine travel by a call of their own. Elsewhere they are an error, or go with it."""

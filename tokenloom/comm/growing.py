@@ -11,8 +11,8 @@ answers there is in the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -191,17 +191,16 @@ class Communicators:
             self._meeting = meeting
         return self._meeting
 
-    @contextmanager
-    def told(
+    def report_faults_of(
         self,
         device: torch.device,
         comm: Communicator | None = None,
         name: str = "dispatch",
         awaited: bool = True,
         opens: Callable[[Communicator], str] | None = None,
-        shape: Shape = UNKNOWN,
-    ) -> Iterator[None]:
-        """Inside, a call is checked. The other ranks, which make it, hear of a fault.
+        shape: Shape | Callable[[], Shape] = UNKNOWN,
+    ) -> FaultReport:
+        """Give a block in which a call is checked. The other ranks, which make it, hear of a fault.
 
         Args:
             device: of the tensors.
@@ -209,20 +208,27 @@ class Communicators:
             name: "dispatch" or "combine".
             awaited: a dispatch whose outcome the other ranks read. Elsewhere kernels tell it: at a later call.
             opens: gives the name of the call that the others open, where it depends on the communicator.
-            shape: of the call, as far as it is known. The others make it with the communicator of that shape, or else
-                with the last one that has its ``num_sms`` and ``hidden``. Told by another, ranks would count different
-                calls of both.
+            shape: of the call, as far as it is known, or a function that guesses it. The others make the call with the
+                communicator of that shape, or else with the last one that has its ``num_sms`` and ``hidden``. Told by
+                another, ranks would count different calls of both.
         """
-        try:
-            yield
-        except Exception as fault:
-            if is_known_to_all(fault):
-                raise
-            num_sms, of_shape = shape.num_sms, self._made.get(shape)
-            of_width = self._last_of.get((num_sms, shape.hidden)) or self._last_of.get((num_sms, None))
-            known = comm or of_shape or of_width or self._last
-            self._tell(fault, device, known, Upcoming(name, awaited=awaited and name == "dispatch"), opens)
-            raise
+        return FaultReport(self, device, comm, Upcoming(name, awaited=awaited and name == "dispatch"), opens, shape)
+
+    def report(
+        self,
+        fault: Exception,
+        device: torch.device,
+        comm: Communicator | None,
+        upcoming: Upcoming,
+        opens: Callable[[Communicator], str] | None,
+        shape: Shape | Callable[[], Shape],
+    ) -> None:
+        """Report a fault to the other ranks; arguments as in :meth:`report_faults_of`."""
+        if not isinstance(shape, Shape):
+            shape = shape()
+        of_width = self._last_of.get((shape.num_sms, shape.hidden)) or self._last_of.get((shape.num_sms, None))
+        known = comm or self._made.get(shape) or of_width or self._last
+        self._tell(fault, device, known, upcoming, opens)
 
     def _tell(
         self,
@@ -272,3 +278,19 @@ def _usable_sms(device: torch.device) -> int:
         return usable_sms(torch.cuda.current_device() if device.index is None else device.index)
     except BackendUnavailable:  # without the driver's bindings
         return MANY_SMS
+
+
+class FaultReport:
+    """A block of :meth:`Communicators.report_faults_of`. A class, since a generator costs every call more."""
+
+    __slots__ = ("_communicators", "_how")
+
+    def __init__(self, communicators: Communicators, *how: Any) -> None:
+        self._communicators, self._how = communicators, how
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
+        if isinstance(fault, Exception) and not is_known_to_all(fault):
+            self._communicators.report(fault, *self._how)

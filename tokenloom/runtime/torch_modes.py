@@ -20,6 +20,7 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 current_transforms = torch._C._functorch.peek_interpreter_stack
 current_trace = torch._C._get_tracing_state
 current_mode = torch._C._get_dispatch_mode
+is_compiling = torch.compiler.is_compiling
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
@@ -125,7 +126,7 @@ def breaks_graph(function: F) -> F:
 
     @wraps(function)
     def call(*given: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling():  # torch.compiler.disable imports the compiler, which takes a second
+        if is_compiling():  # torch.compiler.disable imports the compiler, which takes a second
             return torch.compiler.disable(function)(*given, **named)
         return function(*given, **named)
 

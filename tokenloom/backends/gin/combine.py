@@ -123,7 +123,7 @@ class NodesCombine:
             launcher.launch(self.kernel, self._call_kind, handle.number)
         if self._checked:
             launcher.settle(0)
-        return Launched(out)
+        return Launched((out,))
 
 
 def gradient_of_weights(launcher: NodesLauncher, layout: str, width: int, split: bool, checked: bool) -> NodesCombine:

@@ -21,9 +21,14 @@ from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer, le
 
 
 class Loan:
-    """Whether rows of one receive buffer are lent."""
+    """Whether rows of one receive buffer are lent.
+
+    Attributes:
+        was_lent: they were, since the last :meth:`take_back`.
+    """
 
     def __init__(self) -> None:
+        self.was_lent = False
         self._holders: list[weakref.ref[Any]] = []
         self._stream: torch.cuda.Stream | None = None
 
@@ -37,6 +42,7 @@ class Loan:
         if not tensor.numel():
             return tensor.new_empty(tensor.shape)
         memory, holder = lent(tensor.view(torch.uint8).flatten())
+        self.was_lent = True
         self._holders.append(holder)
         self._stream = torch.cuda.current_stream(tensor.device)
         return memory.view(tensor.dtype).view(tensor.shape)
@@ -50,7 +56,7 @@ class Loan:
             return
         if self._stream.cuda_stream != stream:
             torch.cuda.current_stream(launcher.ranks.device).wait_stream(self._stream)
-        self._holders, self._stream = [], None
+        self._holders, self._stream, self.was_lent = [], None, False
 
 
 RECEIVE_BUFFERS = 2
@@ -289,6 +295,7 @@ class Buffers(DispatchCount):
     Attributes:
         fused: they serve a MegaMoE, and no other call.
         narrow: the count of dispatches of narrow rows, which have receive buffers of their own.
+        may_be_lent: rows were lent since somebody last asked whether any are.
         turns: regions that staged calls take turns in.
         when_grown: functions to call when a buffer is replaced, or will be: addresses are not what they were.
     """
@@ -297,6 +304,7 @@ class Buffers(DispatchCount):
         super().__init__()
         self.fused = False
         self.narrow = DispatchCount()
+        self.may_be_lent = False
         self.when_grown: list[Callable[[], None]] = []
         self._plan, self._launcher = plan, launcher
         self._buffers: dict[tuple[MakeLayout, int], SymmetricBuffer] = {}
@@ -356,7 +364,9 @@ class Buffers(DispatchCount):
     @property
     def any_lent(self) -> bool:
         """Whether a caller holds rows of a receive buffer, so that others last until the next dispatch alone."""
-        return any(loan.is_held for loan in self._loans.values())
+        if self.may_be_lent:  # a question that nearly every dispatch asks
+            self.may_be_lent = any(loan.is_held for loan in self._loans.values())
+        return self.may_be_lent
 
     def is_captured(self) -> bool:
         """Whether a CUDA graph captures the current stream."""

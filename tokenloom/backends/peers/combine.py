@@ -8,6 +8,7 @@ import torch
 
 from tokenloom.backends.handshake import combine_fields, gradient_fields
 from tokenloom.backends.peers.buffers import (
+    BULK_BYTES,
     Buffers,
     address_of,
     aligned,
@@ -150,7 +151,7 @@ class Combiner:
         control = self.launcher.control
         kind = CallKind(gradient_fields(handle.number, "gradient of weights"))
         self._launch(kernel, control, control.layout.offset("combine_recv_weights"), kind)
-        return Launched(out[:, : plan.top_k])
+        return Launched((out[:, : plan.top_k],))
 
     def _launch(self, kernel: OpeningKernel, buffer: SymmetricBuffer, combine_recv: int, kind: CallKind) -> None:
         set_constant_arguments(self.launcher, kernel)
@@ -286,7 +287,9 @@ class SumsAtHome:
             out = self._like.new_empty(handle.num_tokens, self._width)
         else:
             require_aligned(out, "out")
-        rows, factors = aligned(rows), 0
+        factors = 0
+        if rows.data_ptr() % BULK_BYTES:
+            rows = rows.clone()
         if self._weighted:
             factors = handle.weights_address if weights is None else weights.data_ptr()
         ids = handle.ids() if self._per_route else handle.given_ids
@@ -303,7 +306,7 @@ class SumsAtHome:
             launcher.launch(self._kernel, self._call_kind, handle.number, blocks=self._blocks)
         if self._checked:
             launcher.settle(0)
-        return Launched(out)
+        return Launched((out,))
 
 
 class ReduceScatter:
@@ -336,7 +339,7 @@ class ReduceScatter:
         combiner.reduce_scatter(handle, aligned(rows), weights, options, out)
         if combiner.checked:
             combiner.launcher.settle(0)
-        return Launched(out)
+        return Launched((out,))
 
 
 class CombineHalf:

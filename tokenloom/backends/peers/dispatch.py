@@ -122,7 +122,7 @@ class Dispatcher:
         if layout == "slots" or handle.by_token or handle.masked != self.launcher.masked:
             where = (handle.positions(), handle.num_places)
             received = self._send_rows(handle, values)
-            return Launched(_each(lambda rows: routing.scatter_rows(rows, *where), received))
+            return Launched((_each(lambda rows: routing.scatter_rows(rows, *where), received),))
         capacity = handle.capacity
         alignment = handle.options.alignment
         options = (layout, alignment, "bounded", None if layout == "rank" else capacity)
@@ -132,14 +132,14 @@ class Dispatcher:
         if num_places > capacity:
             copy = partial(copied_with_room, least=num_places)
         found = rows if again.scales is None else (rows, again.scales)
-        return Launched(_each(lambda rows: copy(rows[:num_places]), found))
+        return Launched((_each(lambda rows: copy(rows[:num_places]), found),))
 
     def send_rows(self, handle: PeerHandle, values: torch.Tensor, strategy: str = "dedup") -> Launched[torch.Tensor]:
         """Launch the kernel for one row per (token, rank), a view for the most rows there may be."""
         self.launcher.require_known(handle.number)
         rows = self._send_rows(handle, values)
         assert isinstance(rows, torch.Tensor)
-        return Launched(rows)
+        return Launched((rows,))
 
     def _send_rows(self, handle: PeerHandle, values: Rows) -> Rows:
         most = self.plan.worst_case_rows("token")
@@ -278,6 +278,8 @@ class DirectDispatch(PreparedDispatch):
         """The next receive buffer that no caller holds. At most one of the two is held."""
         found = self._received[number % len(self._received)] or self._receive_buffer(number)
         loan = found[0].loan
+        if not loan.was_lent:
+            return found
         if not loan.is_held:
             loan.take_back(self.launcher)
             return found
@@ -321,7 +323,7 @@ class DirectDispatch(PreparedDispatch):
 
     def finish(self, sent: SentDispatch) -> tuple[PeerHandle, torch.Tensor]:
         handle, rows, owner = sent.handle, sent.rows, self.kind.output_owner
-        if self._copies_nothing and sent.out is None and not self._buffers.any_lent:
+        if self._copies_nothing and sent.out is None and not (self._buffers.may_be_lent and self._buffers.any_lent):
             return handle, rows
         if self.waits:
             return self._finish_exact(sent)
@@ -407,7 +409,10 @@ def copier(buffers: Buffers, handle: PeerHandle, owner: OutputOwner) -> Callable
     if not owner and not buffers.any_lent:
         return _view
     lends = owner == "if needed" and buffers.can_lend(buffer, handle.reused_after)
-    return buffer.loan.lend if lends and not buffers.is_captured() else torch.clone
+    if not lends or buffers.is_captured():
+        return torch.clone
+    buffers.may_be_lent = True
+    return buffer.loan.lend
 
 
 def _each(function: Callable[[torch.Tensor], torch.Tensor], values: Rows) -> Rows:

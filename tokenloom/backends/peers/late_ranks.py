@@ -126,7 +126,7 @@ class LateRanks:
             self._maker.launcher.settle(0)
             return result
 
-        return Launched(self.call(make))
+        return Launched((self.call(make),))
 
     def begin_anew(self) -> None:
         """Ranks came back, which have counted nothing."""

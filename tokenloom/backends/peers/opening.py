@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -39,16 +39,13 @@ HALVES: Fields = {"halves": True}
 """What all ranks must mean alike of calls that are two kernels, beside what they mean of others."""
 
 
-class Launched(Generic[T]):
-    """A call whose kernel is on the stream, where it also receives."""
+class Launched(tuple[T]):
+    """A call whose kernel is on the stream, where it also receives: a tuple of its result, which is quickly made."""
 
-    __slots__ = ("_result",)
-
-    def __init__(self, result: T) -> None:
-        self._result = result
+    __slots__ = ()
 
     def receive(self) -> T:
-        return self._result
+        return self[0]
 
 
 class OpeningKernel(Kernel):

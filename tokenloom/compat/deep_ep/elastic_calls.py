@@ -97,8 +97,11 @@ class ElasticCalls(BufferBase):
         device = checks.device_of(x)
         given: tuple[Any, ...] = (topk_idx, topk_weights, num_experts, num_max_tokens_per_rank, expert_alignment)
         known = handle.dispatched.comm if isinstance(handle, EPHandle) else None
-        likely = checks.likely_shape(x, num_experts, topk_idx, num_sms=most_sms())
-        with self._calls.told(device, known, shape=likely):
+
+        def likely() -> Shape:
+            return checks.likely_shape(x, num_experts, topk_idx, num_sms=most_sms())
+
+        with self._calls.report_faults_of(device, known, shape=likely):
             payload = checks.payload_of(x)
             tokens = payload[0] if isinstance(payload, tuple) else payload
             require(do_expand or not do_zero_padding, "do_zero_padding needs do_expand=True")
@@ -114,7 +117,7 @@ class ElasticCalls(BufferBase):
             again = handle
 
             def call() -> tuple[Any, ...]:
-                with self._calls.told(device, again.dispatched.comm):
+                with self._calls.report_faults_of(device, again.dispatched.comm):
                     sent = checks.by_row(payload)
                 rows, ids, weights = self._dispatch_again(again, sent, x, topk_weights, copy)
                 _add(stats, again.dispatched.routed)
@@ -122,7 +125,7 @@ class ElasticCalls(BufferBase):
 
             (rows, ids, weights), event = self._run(call, inputs, device, events, async_with_compute_stream)
             return rows, ids, weights, handle, event
-        with self._calls.told(device, shape=likely):
+        with self._calls.report_faults_of(device, shape=likely):
             top_k = checks.ids_of(topk_idx, len(tokens), device)
             assert topk_idx is not None
             most = self._most(num_max_tokens_per_rank, len(tokens))
@@ -146,7 +149,7 @@ class ElasticCalls(BufferBase):
         shape = Shape(num_experts, tokens.shape[1], top_k, wide_rows(tokens.dtype), most_sms())
 
         def first() -> tuple[Any, ...]:
-            with self._calls.told(device, shape=shape):
+            with self._calls.report_faults_of(device, shape=shape):
                 sent = checks.by_row(payload)
 
             def send(comm: Communicator) -> tuple[Communicator, Routed]:
@@ -203,10 +206,12 @@ class ElasticCalls(BufferBase):
             combined_x [N, H] of x's dtype, combined_topk_weights float32 [N, K] or None, event.
         """
         device = checks.device_of(x)
-        with self._calls.told(device, None, "combine", shape=checks.likely_shape(x, num_sms=most_sms())):
+        with self._calls.report_faults_of(
+            device, None, "combine", shape=lambda: checks.likely_shape(x, num_sms=most_sms())
+        ):
             _require_handle(handle)
         comm, routed = handle.dispatched.comm, handle.dispatched.routed
-        with self._calls.told(device, comm, "combine"):
+        with self._calls.report_faults_of(device, comm, "combine"):
             rows = checks.rows_of(x, routed)
             biases = checks.biases_of(bias, rows, len(handle.dispatched.ids))
             if topk_weights is not None:
@@ -214,7 +219,7 @@ class ElasticCalls(BufferBase):
                 topk_weights = checks.like("topk_weights", topk_weights, wanted, torch.float32, device)
 
         def call() -> tuple[torch.Tensor, torch.Tensor | None]:
-            with self._calls.told(device, comm, "combine"):
+            with self._calls.report_faults_of(device, comm, "combine"):
                 whole = checks.padded(rows, routed.shape[0])
                 weights = None if topk_weights is None else checks.padded(topk_weights, len(whole))
             out = comm.combine(whole, routed, bias=biases, weighted=False if handle.do_expand else None)

@@ -141,8 +141,11 @@ class HybridEPBuffer(BufferBase):
         known = handle.dispatched.comm if isinstance(handle, Parts) else None
         said = num_of_experts_per_rank
         experts = self._experts(said) if said is None or isinstance(said, int) else None
-        likely = checks.likely_shape(hidden, experts, topk_idx)
-        with self._calls.told(device, known, shape=likely):
+
+        def likely() -> Shape:
+            return checks.likely_shape(hidden, experts, topk_idx)
+
+        with self._calls.report_faults_of(device, known, shape=likely):
             refuse(**others)
             hidden = hidden.contiguous() if checks.is_dense(hidden) else hidden
             payload = checks.by_row(checks.payload_of(hidden if scaling_factor is None else (hidden, scaling_factor)))
@@ -218,11 +221,11 @@ class HybridEPBuffer(BufferBase):
             [N, H] of hidden's dtype; probs float32 [N, E], 0 where there is no route, or None.
         """
         device = checks.device_of(hidden)
-        with self._calls.told(device, None, "combine", shape=checks.likely_shape(hidden)):
+        with self._calls.report_faults_of(device, None, "combine", shape=lambda: checks.likely_shape(hidden)):
             _check_handle(handle, pad_multiple)
         given: Dispatched = handle.dispatched
         comm, routed = given.comm, given.routed
-        with self._calls.told(device, comm, "combine"):
+        with self._calls.report_faults_of(device, comm, "combine"):
             refuse(**others)
             rows = checks.tokens_of(checks.tensor("hidden", hidden).contiguous(), "hidden").detach()
             if rows.shape != routed.tokens.shape:

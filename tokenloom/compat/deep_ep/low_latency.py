@@ -90,8 +90,11 @@ class LowLatencyMode(BufferBase):
         """
         stats = cumulative_local_expert_recv_stats
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-        likely = checks.likely_shape(x, num_experts, topk_idx, num_sms=most_sms())
-        with self._calls.told(device, awaited=False, shape=likely):
+
+        def likely() -> Shape:
+            return checks.likely_shape(x, num_experts, topk_idx, num_sms=most_sms())
+
+        with self._calls.report_faults_of(device, awaited=False, shape=likely):
             refuse(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
             require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
             require(round_scale or not use_ue8m0, "use_ue8m0 needs round_scale=True")
@@ -212,12 +215,15 @@ class LowLatencyMode(BufferBase):
             combined_x [N, H] of x's dtype, which is ``out`` if that is given; event; hook or None.
         """
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-        likely = checks.likely_shape(None, num_sms=most_sms())
-        with self._calls.told(device, None, "combine", False, _first_call, likely):
+
+        def likely() -> Shape:
+            return checks.likely_shape(None, num_sms=most_sms())
+
+        with self._calls.report_faults_of(device, None, "combine", False, _first_call, likely):
             if not isinstance(handle, Parts) or len(handle) != 5:
                 raise BadCall(f"handle is {a_type(handle)}, expected what low_latency_dispatch returned")
             routed, comm, ids = handle.dispatched.routed, handle.dispatched.comm, handle.dispatched.ids
-        with self._calls.told(device, comm, "combine", False, _first_call):
+        with self._calls.report_faults_of(device, comm, "combine", False, _first_call):
             refuse(use_logfmt=use_logfmt, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats, **others)
             require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
             if zero_copy:

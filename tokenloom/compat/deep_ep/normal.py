@@ -141,7 +141,7 @@ class NormalMode(BufferBase):
         device = checks.device_of(x)
         if handle is not None:
             given = _dispatched(self, handle, device)
-            with self._calls.told(device, given.comm):
+            with self._calls.report_faults_of(device, given.comm):
                 self._stream.check(*streams)
                 checks.config(config)
                 require(
@@ -151,15 +151,18 @@ class NormalMode(BufferBase):
             copy = checks.copies(async_finish)
 
             def again() -> Payload:
-                with self._calls.told(device, given.comm):
+                with self._calls.report_faults_of(device, given.comm):
                     sent = checks.by_row(payload)
                 return checks.received_again(given.comm.dispatch_again(sent, given.routed, copy), x)
 
             rows, event = self._stream.run(again, (x, given.routed), device, *streams)
             return rows, None, None, None, None, event
         experts = num_tokens_per_expert.numel() if checks.is_dense(num_tokens_per_expert) else None
-        likely = checks.likely_shape(x, experts, topk_idx, self.group_size)
-        with self._calls.told(device, shape=likely):
+
+        def likely() -> Shape:
+            return checks.likely_shape(x, experts, topk_idx, self.group_size)
+
+        with self._calls.report_faults_of(device, shape=likely):
             self._stream.check(*streams)
             checks.config(config)
             payload = checks.payload_of(x)
@@ -189,7 +192,7 @@ class NormalMode(BufferBase):
             options |= {"sizes": "bounded", "capacity": num_worst_tokens}
 
         def call() -> tuple[Any, ...]:
-            with self._calls.told(device, shape=shape):
+            with self._calls.report_faults_of(device, shape=shape):
                 sent = checks.by_row(payload)
                 ids = ids_of_ranks(is_token_in_rank, num_experts // self.group_size) if topk_idx is None else topk_idx
 
@@ -343,7 +346,7 @@ class NormalMode(BufferBase):
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         given = _dispatched(self, handle, device, "combine")
         routed, comm = given.routed, given.comm
-        with self._calls.told(device, comm, "combine"):
+        with self._calls.report_faults_of(device, comm, "combine"):
             self._stream.check(*streams)
             checks.config(config)
             rows = checks.rows_of(x, routed)
@@ -355,7 +358,7 @@ class NormalMode(BufferBase):
                 topk_weights = checks.like("topk_weights", topk_weights, wanted, torch.float32, device)
 
         def call() -> tuple[torch.Tensor, torch.Tensor | None]:
-            with self._calls.told(device, comm, "combine"):
+            with self._calls.report_faults_of(device, comm, "combine"):
                 whole = checks.padded(rows, routed.shape[0])
                 weights = None if topk_weights is None else checks.padded(topk_weights, len(whole))
             out = comm.combine(whole, routed, bias=biases)
@@ -377,7 +380,7 @@ def _received(
 
 
 def _dispatched(buffer: BufferBase, handle: object, device: torch.device, name: str = "dispatch") -> Dispatched:
-    with buffer._calls.told(device, None, name):
+    with buffer._calls.report_faults_of(device, None, name):
         if not isinstance(handle, Parts) or handle.dispatched.routed.layout != "token":
             raise BadCall(f"handle is {a_type(handle)}, expected what Buffer.dispatch returned")
         return handle.dispatched
