@@ -19,11 +19,10 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tokenloom.backends import registry
-from tokenloom.backends.nodes import gin
+from tokenloom.backends.nodes import gin, nccl
 from tokenloom.cli import examination
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit import compiler, nccl_headers
-from tokenloom.runtime import nccl
 
 UNCHECKED = "NCCL 2.29.7 is not among the checked versions 2.28.9, 2.30.7, 2.32.3"
 

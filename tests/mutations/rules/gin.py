@@ -15,9 +15,10 @@ FINISHED = (
 )
 
 MUTATIONS = (
-    M("gin-is-always-proxy", "GIN's type is stated, not asked for", "runtime.gin:GinMemory._check_device_comm",
+    M("gin-is-always-proxy", "GIN's type is stated, not asked for",
+      "backends.nodes.gin_memory:GinMemory._check_device_comm",
       'TYPES.get(kind, "unknown to tokenloom")', "TYPES[PROXY]",
-      "tests/runtime/test_gin.py::test_a_device_communicator_of_another_kind"),
+      "tests/backends/test_gin_memory.py::test_a_device_communicator_of_another_kind"),
     M("every-nccl-is-checked", "a version of NCCL that no test has compared passes for a checked one",
       "jit.nccl_headers:why_unchecked", "version in CHECKED", "True",
       "tests/cli/test_examination.py::test_nccl_for_kernels"),
@@ -25,8 +26,8 @@ MUTATIONS = (
       "cli.examination:_nodes", "not reached", "False", "tests/cli/test_examination.py::test_gpus_of_a_host"),
     M("connections-while-asked",
       "connections of GIN are made while torch's watchdog asks for errors, which crashes NCCL",
-      "runtime.gin:GinMemory._make", "settle(self._ranks)", "pass",
-      "tests/runtime/test_gin.py::test_nobody_asks_for_errors_meanwhile"),
+      "backends.nodes.gin_memory:GinMemory._make", "settle(self._ranks)", "pass",
+      "tests/backends/test_gin_memory.py::test_nobody_asks_for_errors_meanwhile"),
     M("everybody-looks-for-nccl", "NCCL's headers are looked for where nobody has asked for GIN",
       "backends.nodes.gin:probe", '"gin" not in (request.name, request.between_nodes)', "False",
       f"{GIN}::test_nobody_else_looks_for_nccl"),

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.backends.nodes.carrier import Carrier
+from tokenloom.backends.nodes.gin_memory import GinMemory
 from tokenloom.backends.nodes.launcher import NodesLauncher
 from tokenloom.backends.nodes.memory import NodeBuffers
+from tokenloom.backends.nodes.nccl import library_with_headers
 from tokenloom.backends.peers.backend import require_sms, why_no_kernels
 from tokenloom.backends.registration import Availability, Request
 from tokenloom.backends.seam import Capabilities
@@ -24,8 +26,6 @@ from tokenloom.kernels.common import Variant
 from tokenloom.kernels.common.rail import STATE_BYTES, TRAFFICS, Rail
 from tokenloom.kernels.signals.launch import SignalsVariant
 from tokenloom.runtime.deferred_release import wait_for
-from tokenloom.runtime.gin import GinMemory
-from tokenloom.runtime.nccl import library_with_headers
 from tokenloom.runtime.rank_group import RankGroup
 
 RDMA_CARDS = Path("/sys/class/infiniband")
