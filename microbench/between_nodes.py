@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 
 import tokenloom as tl
+from tokenloom.backends.nodes.nccl import loaded_library
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit.nccl_headers import find_headers
-from tokenloom.runtime.nccl import loaded_library
 from tokenloom.runtime.processes import RankContext, RankPool
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script finds its own folder only

@@ -15,8 +15,10 @@ from tests.support import emulator
 from tests.support.cases import BF16, FP8, FP32, Case, expert_rows, make_problem, order_of, same_bits, same_routed
 from tests.support.on_ranks import on_ranks
 from tokenloom import reference
-from tokenloom.backends.gin import availability, backend, memory, registration
-from tokenloom.backends.gin.sizes import NodeSizes
+from tokenloom.backends.nodes import gin, memory
+from tokenloom.backends.nodes.backend import NodesBackend
+from tokenloom.backends.nodes.gin import GIN, NodeMemory
+from tokenloom.backends.nodes.sizes import NodeSizes
 from tokenloom.backends.registration import Request
 from tokenloom.backends.seam import Upcoming
 from tokenloom.kernels.common import MAX_SHARED_BYTES
@@ -103,27 +105,27 @@ def test_nobody_else_looks_for_nccl() -> None:
     """Its headers are loaded for those who ask."""
     ready = {"why_no_kernels": mock.Mock(return_value=None), "require_sms": mock.Mock()}
     request = Request("nccl", torch.device("cuda"), plan=Plan(4, 8, 16, 2, 8))
-    with mock.patch.multiple(registration, **ready), mock.patch.object(availability, "examine") as examine:
-        found = registration.probe(request)
+    with mock.patch.multiple(gin, **ready), mock.patch.object(gin, "examine") as examine:
+        found = gin.probe(request)
         assert (found.works, found.why) == (False, "only transport='gin' takes it")
         examine.assert_not_called()
-        assert registration.probe(replace(request, between_nodes="gin")) is examine.return_value
-        assert registration.probe(replace(request, name="gin")) is examine.return_value
+        assert gin.probe(replace(request, between_nodes="gin")) is examine.return_value
+        assert gin.probe(replace(request, name="gin")) is examine.return_value
 
 
 def test_window_of_a_plan() -> None:
     """A region for each node and turn, to put from and to: the counts of a source, and most rows, once."""
     plan = Plan(4, 256, 7168, 8, 128)
     with (
-        mock.patch.object(memory, "GinMemory") as gin,
-        mock.patch.object(memory.NodeMemory, "_reset_signals"),
+        mock.patch.object(gin, "GinMemory") as window,
+        mock.patch.object(NodeMemory, "_reset_signals"),
         mock.patch.object(memory, "SymmetricBuffer"),
         mock.patch.object(memory, "free_bytes", return_value=2**40),
     ):
-        made = memory.NodeMemory(plan, ranks_on(4, 2), torch.bfloat16)
+        made = NodeMemory(plan, ranks_on(4, 2), torch.bfloat16)
     header, row = 4 * (4 + 4 + 256) + 16, 2 * 7168 + 4 * (3 * 8 + 2 + 1)
     assert made.regions.region_bytes == align_up(header + 128 * align_up(row, 16), 128)
-    assert gin.call_args.args[1] == 2 * 2 * 4 * 2 * made.regions.region_bytes
+    assert window.call_args.args[1] == 2 * 2 * 4 * 2 * made.regions.region_bytes
     assert (made.regions.chunks, made.regions.chunk_rows) == (2, 64)
     for dtype in (torch.float16, torch.float8_e4m3fn):
         made.require_room(dtype)
@@ -443,20 +445,18 @@ def test_a_close_hears_of_a_wait_that_has_expired(context: RankContext) -> None:
 def test_what_cannot_be_made_gives_the_window_back() -> None:
     ranks, plan = ranks_on(4, 2), Plan(4, 8, 16, 2, 8)
     with (
-        mock.patch.object(memory, "GinMemory") as gin,
-        mock.patch.object(memory.NodeMemory, "_reset_signals"),
+        mock.patch.object(gin, "GinMemory") as window,
+        mock.patch.object(NodeMemory, "_reset_signals"),
         mock.patch.object(memory, "SymmetricBuffer", side_effect=RuntimeError("no room")),
         mock.patch.object(memory, "free_bytes", return_value=2**40),
         pytest.raises(RuntimeError, match="no room"),
     ):
-        memory.NodeMemory(plan, ranks, None)
-    gin.return_value.close.assert_called_once_with()
-    with (
-        mock.patch.object(backend, "NodeMemory") as made,
-        mock.patch.object(backend, "NodesLauncher", side_effect=RuntimeError("no SMs")),
-        pytest.raises(RuntimeError, match="no SMs"),
-    ):
-        backend.GinBackend(plan, ranks, 2, None)
+        NodeMemory(plan, ranks, None)
+    window.return_value.close.assert_called_once_with()
+    made = mock.Mock()
+    unmade = replace(GIN, memory=made, launcher=mock.Mock(side_effect=RuntimeError("no SMs")))
+    with pytest.raises(RuntimeError, match="no SMs"):
+        NodesBackend(unmade, plan, ranks, 2, None)
     made.return_value.close.assert_called_once_with()
 
 
@@ -465,10 +465,11 @@ def test_sizes_that_the_probe_takes() -> None:
     of many nodes leave room for rings."""
     ranks = ranks_on(2, 1)
     with (
-        mock.patch.object(memory.NodeMemory, "_reset_signals"),
-        mock.patch.multiple(memory, GinMemory=mock.DEFAULT, SymmetricBuffer=mock.DEFAULT, free_bytes=lambda _: 2**40),
+        mock.patch.object(NodeMemory, "_reset_signals"),
+        mock.patch.object(gin, "GinMemory"),
+        mock.patch.multiple(memory, SymmetricBuffer=mock.DEFAULT, free_bytes=lambda _: 2**40),
     ):
-        made = memory.NodeMemory(Plan(2, 8, 16, 2, 1024), ranks, FP8)
+        made = NodeMemory(Plan(2, 8, 16, 2, 1024), ranks, FP8)
     assert made.regions.chunks == MOST_CHUNKS == 7
     made.require_room(BF16)
     for num_ranks, ranks_per_node, num_experts, hidden in ((32, 1, 256, 8192), (32, 2, 1024, 2560)):
@@ -491,7 +492,7 @@ def test_graphs_keep_what_their_kernels_use(context: RankContext) -> None:
 )
 def test_calls_that_follow_a_fault(awaited: bool, checked: bool, opened: list[str]) -> None:
     """As many as the others open before they wait for an outcome; then what this rank has open is received."""
-    made: Any = object.__new__(backend.GinBackend)
+    made: Any = object.__new__(NodesBackend)
     made._launcher = launcher = mock.Mock(current=lambda: (0, False))
     made._checked, fault = checked, ValueError("bad")
     made.report_fault(fault, [Upcoming("dispatch", awaited=awaited), Upcoming("combine")])

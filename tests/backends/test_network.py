@@ -33,12 +33,12 @@ from tests.support.layer_cases import LayerCase, make_inputs, make_layer
 from tests.support.on_ranks import on_ranks
 from tests.support.slow import mostly_slow
 from tokenloom import reference
-from tokenloom.backends.gin import availability, memory, registration
-from tokenloom.backends.gin.sizes import NodeSizes
-from tokenloom.backends.network import backend as network_backend
-from tokenloom.backends.network.exchange import NodeExchange
-from tokenloom.backends.network.inside import SentRows
-from tokenloom.backends.network.paths import arrange, find_paths
+from tokenloom.backends.nodes import gin, memory
+from tokenloom.backends.nodes.hierarchical import backend as network_backend
+from tokenloom.backends.nodes.hierarchical.exchange import NodeExchange
+from tokenloom.backends.nodes.hierarchical.inside import SentRows
+from tokenloom.backends.nodes.hierarchical.paths import arrange, find_paths
+from tokenloom.backends.nodes.sizes import NodeSizes
 from tokenloom.backends.registration import Availability
 from tokenloom.comm.communicator import Communicator
 from tokenloom.ops import routing
@@ -434,9 +434,9 @@ def test_gin_is_refused(context: RankContext) -> None:
     assert str(error.value) == text.format("every rank: it needs a GPU, the tensors are on cpu")
     sizes = SIZES | {"hidden": 128}
     with (
-        mock.patch.object(availability, "examine", examine),
-        mock.patch.object(registration, "why_no_kernels", return_value=None),
-        mock.patch.object(registration, "require_sms"),
+        mock.patch.object(gin, "examine", examine),
+        mock.patch.object(gin, "why_no_kernels", return_value=None),
+        mock.patch.object(gin, "require_sms"),
         pytest.raises(tl.BackendUnavailable) as error,
     ):
         tl.ExpertParallelMoE(context.group, intermediate=8, transport="gin", ranks_per_node=2, **sizes)
@@ -444,9 +444,9 @@ def test_gin_is_refused(context: RankContext) -> None:
     three = NodeSizes(Plan(4, 8, 128, 2, 3), 2, "gin").total_bytes
     free = three if context.rank == 2 else 10**9
     with (
-        mock.patch.object(availability, "examine", return_value=Availability("gin", True, "")),
-        mock.patch.object(registration, "why_no_kernels", return_value=None),
-        mock.patch.object(registration, "require_sms"),
+        mock.patch.object(gin, "examine", return_value=Availability("gin", True, "")),
+        mock.patch.object(gin, "why_no_kernels", return_value=None),
+        mock.patch.object(gin, "require_sms"),
         mock.patch.object(memory, "free_bytes", return_value=free),
         pytest.raises(tl.InvalidArgument, match=r"rank 2 has 0.0 GB free; pass max_tokens_per_rank=3, or take"),
     ):

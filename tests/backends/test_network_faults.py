@@ -27,7 +27,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.patience import only_late
 from tests.support.slow import mostly_slow
 from tokenloom.backends.handshake import handshake
-from tokenloom.backends.network.inside import CollectivesInside
+from tokenloom.backends.nodes.hierarchical.inside import CollectivesInside
 from tokenloom.runtime import collectives, openings
 from tokenloom.runtime.collectives import Transfer
 from tokenloom.runtime.processes import RankContext

@@ -23,8 +23,8 @@ from tests.support.on_ranks import on_ranks
 from tests.support.patience import done, when_done, with_late
 from tests.support.slow import mostly_slow
 from tokenloom import reference
-from tokenloom.backends.network.exchange import NodeExchange
-from tokenloom.backends.network.inside import CollectivesInside
+from tokenloom.backends.nodes.hierarchical.exchange import NodeExchange
+from tokenloom.backends.nodes.hierarchical.inside import CollectivesInside
 from tokenloom.comm.communicator import Communicator
 from tokenloom.runtime.links import Links
 from tokenloom.runtime.processes import RankContext

@@ -23,10 +23,10 @@ from tests.support.cases import BF16, FP8, FP16, FP32, FP64, Case, expert_rows, 
 from tests.support.on_ranks import on_ranks
 from tests.support.slow import mostly_slow
 from tokenloom import reference
-from tokenloom.backends.network import nvlink_inside, registration
-from tokenloom.backends.network.inside import CollectivesInside
-from tokenloom.backends.network.node_ranks import NodeRanks
-from tokenloom.backends.network.nvlink_inside import NvlinkInside, inner_plans, objection
+from tokenloom.backends.nodes.hierarchical import nvlink_inside
+from tokenloom.backends.nodes.hierarchical.inside import CollectivesInside
+from tokenloom.backends.nodes.hierarchical.node_ranks import NodeRanks
+from tokenloom.backends.nodes.hierarchical.nvlink_inside import NvlinkInside, inner_plans, objection
 from tokenloom.backends.registration import Availability, Request
 from tokenloom.kernels.common import MAX_RANKS
 from tokenloom.plan import Plan
@@ -344,7 +344,7 @@ def test_nodes_of_more_ranks_than_kernels_serve(ranks_per_node: int) -> None:
     num_ranks = 2 * ranks_per_node
     request = Request("nccl", torch.device("cuda"), plan=Plan(num_ranks, num_ranks, 16, 2, 8), num_sms=16)
     ranks = mock.Mock(device=torch.device("cuda"), rank=0, topology=pretended(num_ranks, ranks_per_node))
-    made = registration.make_inside(request, ranks)
+    made = nvlink_inside.make_inside(request, ranks)
     assert isinstance(made, CollectivesInside)
     why = f"nvlink serves at most {MAX_RANKS} ranks, nodes have {ranks_per_node}"
     assert made.memory() == [f"no kernels inside nodes: {why}"]
@@ -363,10 +363,10 @@ def test_all_ranks_choose_alike(context: RankContext, failing: str) -> None:
     ranks.device = torch.device("cuda")
     with (
         mock.patch.object(nvlink_inside.peers, "REGISTRATION", mock.Mock(probe=probe, objections=lambda found: [])),
-        mock.patch.object(registration.nvlink_inside, "NvlinkInside", kernels),
+        mock.patch.object(nvlink_inside, "NvlinkInside", kernels),
         mock.patch.object(RankGroup, "all_gather_object", gathered_on_cpu),
     ):
-        made = registration.make_inside(request, ranks)
+        made = nvlink_inside.make_inside(request, ranks)
     assert probe.call_args.args[0].plan.num_ranks == 2
     if not failing:
         assert made is kernels.return_value

@@ -18,7 +18,8 @@ from tests.support.cases import make_problem
 from tests.support.emulator.graphs import capture
 from tests.support.on_ranks import on_ranks
 from tokenloom.backends import registry
-from tokenloom.backends.padded import launcher, memory, registration
+from tokenloom.backends.nodes import REGISTRATIONS, memory, padded
+from tokenloom.backends.nodes.padded import PaddedLauncher, PaddedMemory
 from tokenloom.backends.peers.opening import Half
 from tokenloom.backends.registration import Availability, Request
 from tokenloom.kernels.common.rail import Rail
@@ -88,9 +89,9 @@ def test_a_half_that_expires_sends_no_old_rows(context: RankContext) -> None:
     made: Any = comm.engine._backend
     routed = comm.dispatch(*problem.arguments(context), layout="rank", sizes="bounded")
     regions: list[torch.Tensor] = []
-    new = memory.PaddedMemory.new_regions
+    new = PaddedMemory.new_regions
 
-    def same_again(self: memory.PaddedMemory, rail: Rail) -> torch.Tensor:
+    def same_again(self: PaddedMemory, rail: Rail) -> torch.Tensor:
         if not regions:
             regions.append(new(self, rail))
         rail.put_from, rail.put_to = regions[0][0].data_ptr(), regions[0][1].data_ptr()
@@ -133,8 +134,8 @@ def test_all_calls_exchange_the_same_sizes() -> None:
     """So a rank that fails can open a call of either kind, and no all-to-all is of two sizes."""
     plan = Plan(4, 256, 7168, 8, 128)
     ranks = gin.ranks_on(4, 2)
-    with mock.patch.multiple("tokenloom.backends.gin.memory", SymmetricBuffer=mock.Mock(), free_bytes=lambda _: 2**40):
-        made = memory.PaddedMemory(plan, ranks, None)
+    with mock.patch.multiple(memory, SymmetricBuffer=mock.Mock(), free_bytes=lambda _: 2**40):
+        made = PaddedMemory(plan, ranks, None)
     rail = Rail()
     made.tell(rail, 0)
     regions = made.new_regions(rail)
@@ -159,14 +160,14 @@ def test_the_stream_waits_for_the_collective() -> None:
     )
     kernels: Any = [mock.Mock(), mock.Mock()]
     with (
-        mock.patch("tokenloom.backends.gin.launcher.Launcher.__init__"),
+        mock.patch("tokenloom.backends.nodes.launcher.Launcher.__init__"),
         mock.patch(
-            "tokenloom.backends.gin.launcher.Launcher.launch",
+            "tokenloom.backends.nodes.launcher.Launcher.launch",
             side_effect=lambda kernel, *_, **__: order.append(f"kernel {kernels.index(kernel)}"),
         ),
-        mock.patch.object(launcher.PaddedLauncher, "keep_with_graphs", [], create=True),
+        mock.patch.object(PaddedLauncher, "keep_with_graphs", [], create=True),
     ):
-        made = launcher.PaddedLauncher(Plan(4, 8, 16, 2, 8), ranks, buffers, 2)
+        made = PaddedLauncher(Plan(4, 8, 16, 2, 8), ranks, buffers, 2)
         half, kind = Half(None, 0, kernels[1]), CallKind({"call": "dispatch"})
         made.launch(kernels[0], kind, 0, begins=half)
         made.launch(kernels[1], kind, 0, finishes=half)
@@ -178,21 +179,21 @@ def test_where_it_works() -> None:
     few = Request("nccl", torch.device("cuda"), name="padded", plan=Plan(4, 8, 16, 2, 8))
     ready = {"require_sms": mock.Mock()}
     with (
-        mock.patch.multiple(registration, **ready),
-        mock.patch.object(registration, "why_no_kernels", return_value=None),
+        mock.patch.multiple(padded, **ready),
+        mock.patch.object(padded, "why_no_kernels", return_value=None),
     ):
-        assert registration.probe(few).works
+        assert padded.probe(few).works
         for request, why in {
             replace(few, name="auto"): "only backend='padded' takes it",
             replace(few, transport="gloo"): "it needs a process group over nccl, this one is over gloo",
         }.items():
-            found = registration.probe(request)
+            found = padded.probe(request)
             assert not found.works
             assert why in found.why
     working = [[Availability(name, True, "") for name in registry.names()]] * 4
     assert registry.choose("auto", working, pretended(4, 2), "collective")[0] == "network"
     assert registry.choose("padded", working, pretended(4, 2), "collective")[0] == "padded"
-    assert "all ranks are on one node" in str(registration.REGISTRATION.why_not_on(Topology.together(4)))
+    assert "all ranks are on one node" in str(REGISTRATIONS[-1].why_not_on(Topology.together(4)))
 
 
 @on_ranks("emulated_four")

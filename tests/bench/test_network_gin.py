@@ -11,8 +11,8 @@ import pytest
 from tests.bench.test_network import on_rank_check
 from tests.conftest import Ranks
 from tokenloom.backends import registry
-from tokenloom.backends.network.backend import NetworkBackend
-from tokenloom.backends.network.registration import make_inside
+from tokenloom.backends.nodes.hierarchical.backend import NetworkBackend
+from tokenloom.backends.nodes.hierarchical.nvlink_inside import make_inside
 from tokenloom.backends.registration import Availability, Registration
 from tokenloom.bench.network.bits import PAYLOADS
 from tokenloom.bench.network.check import Options, check_on_rank

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from tokenloom.backends.gin.sizes import NodeSizes
+from tokenloom.backends.nodes.sizes import NodeSizes
 from tokenloom.cli import app
 from tokenloom.cli.terminal import MISUSED
 from tokenloom.plan import Plan

@@ -19,11 +19,10 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tokenloom.backends import registry
-from tokenloom.backends.gin import availability
+from tokenloom.backends.nodes import gin, nccl
 from tokenloom.cli import examination
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit import compiler, nccl_headers
-from tokenloom.runtime import nccl
 
 UNCHECKED = "NCCL 2.29.7 is not among the checked versions 2.28.9, 2.30.7, 2.32.3"
 
@@ -126,7 +125,7 @@ def test_nccl_for_kernels(
         (tmp_path / card).mkdir()
     headers = nccl_headers.Headers(Path("/nccl"), Path("/cuda"), Path("/cccl"), version)
     loaded = types.SimpleNamespace(version=lambda: library)
-    monkeypatch.setattr(availability, "RDMA_CARDS", tmp_path)
+    monkeypatch.setattr(gin, "RDMA_CARDS", tmp_path)
     monkeypatch.delenv("NCCL_GIN_PLUGIN", raising=False)
     monkeypatch.delenv("NCCL_NET_PLUGIN", raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
@@ -245,7 +244,7 @@ def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch, nvml_installed: bo
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder for cards, where no plugin is named."""
-    monkeypatch.setattr(availability, "RDMA_CARDS", tmp_path)
+    monkeypatch.setattr(gin, "RDMA_CARDS", tmp_path)
     monkeypatch.delenv("NCCL_GIN_PLUGIN", raising=False)
     monkeypatch.delenv("NCCL_NET_PLUGIN", raising=False)
     return tmp_path

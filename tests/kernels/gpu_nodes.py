@@ -37,13 +37,13 @@ from tests.kernels.network_calls import (
     region_for,
 )
 from tests.support.cases import FP8, Case, Problem, make_problem
+from tokenloom.backends.nodes.gin_memory import GinMemory
 from tokenloom.errors import PeerTimeout
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.common import PARTS
 from tokenloom.kernels.common.rail import STATE_BYTES, TRAFFICS, Regions, chunk_rows
 from tokenloom.kernels.signals.launch import SignalsVariant
-from tokenloom.runtime.gin import GinMemory
 from tokenloom.runtime.kernel_reports import CallRecords, FaultFlag
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer

@@ -25,12 +25,12 @@ from tests.conftest import NUM_GPUS, WHY_NO_HOPPER
 from tests.kernels.gpu_nodes import LIMIT_S, Options, specs_for
 from tests.support import gin_loopback
 from tests.support.gin_loopback import Loopback
+from tokenloom.backends.nodes.nccl import loaded_library
 from tokenloom.errors import BackendUnavailable
 from tokenloom.jit import cache
 from tokenloom.jit.compiler import NO_PRELUDE, Resources
 from tokenloom.jit.nccl_headers import Headers, find_headers
 from tokenloom.jit.nccl_layout import read_layout
-from tokenloom.runtime.nccl import loaded_library
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 10.0

@@ -12,7 +12,7 @@ import pytest
 
 from microbench import between_nodes
 from microbench.between_nodes import BOTH, INSIDE, PLAIN, RAIL, broken, ratios_of
-from tokenloom.backends.network.registration import why_not_on
+from tokenloom.backends.nodes.registration import why_no_network_on
 from tokenloom.runtime.topology import pretended
 
 
@@ -94,4 +94,4 @@ def test_as_a_script(tmp_path: Path) -> None:
 def test_ranks_that_the_backend_takes(ranks: int, ranks_per_node: int) -> None:
     """The script refuses no nodes that the backend would take, and starts none that it would not."""
     topology = pretended(ranks, ranks_per_node)
-    assert (between_nodes.why_not(ranks, ranks_per_node) is None) == (why_not_on(topology) is None)
+    assert (between_nodes.why_not(ranks, ranks_per_node) is None) == (why_no_network_on(topology) is None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenloom.backends import collective, gin, network, padded, peers
+from tokenloom.backends import collective, nodes, peers
 from tokenloom.backends.peers import DEFAULT_SMS, MAX_SMS
 from tokenloom.backends.registration import Availability, Registration, Request
 from tokenloom.backends.seam import TRANSPORTS, Backend, Capabilities
@@ -40,13 +40,8 @@ __all__ = [
     "probe",
 ]
 
-_registered: list[Registration] = [
-    peers.REGISTRATION,
-    network.REGISTRATION,
-    collective.REGISTRATION,
-    gin.REGISTRATION,
-    padded.REGISTRATION,
-]
+_network, *_by_kernels = nodes.REGISTRATIONS
+_registered: list[Registration] = [peers.REGISTRATION, _network, collective.REGISTRATION, *_by_kernels]
 """Best first: ``auto`` picks the first that works."""
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tokenloom.backends import registry
-from tokenloom.backends.network.exchange import WORD
+from tokenloom.backends.nodes.hierarchical.exchange import WORD
 from tokenloom.bench.rivals import deep_ep
 from tokenloom.bench.setup import TRANSPORTS
 from tokenloom.bench.workload import LINK_GBYTES_PER_S, Operation, Payload, Shape

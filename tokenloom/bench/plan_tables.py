@@ -182,7 +182,7 @@ def memory_table(cluster: Cluster, hidden: int, num_tokens: int, budget_bytes: f
         num_tokens: max_tokens_per_rank.
         budget_bytes: for the most tokens that fit, which may be more than ``num_tokens``.
     """
-    from tokenloom.backends.gin.sizes import NodeSizes  # with torch, which takes seconds
+    from tokenloom.backends.nodes.sizes import NodeSizes  # with torch, which takes seconds
 
     budget = int(budget_bytes)
     plan = Plan(cluster.num_ranks, cluster.padded_experts, hidden, cluster.top_k, num_tokens)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from tokenloom._version import __version__
 from tokenloom.backends import registry
-from tokenloom.backends.gin import availability
+from tokenloom.backends.nodes import gin
 from tokenloom.bench.setup import driver
 from tokenloom.bench.tables import Fitted, counted, say
 from tokenloom.env import nccl_plugin
@@ -229,19 +229,19 @@ def between_nodes(nccl_library: str, peer_access: list[list[bool]]) -> dict[str,
         nccl_library: the version of NCCL that torch has loaded, or why there is none.
         peer_access: [i][j] is whether GPU i reaches the memory of GPU j.
     """
-    gin = availability.examine(torch.device("cuda"))
-    cards = [_card(availability.RDMA_CARDS / each) for each in availability.cards()]
+    found = gin.examine(torch.device("cuda"))
+    cards = [_card(gin.RDMA_CARDS / each) for each in gin.cards()]
     return {
         "nodes and rails": _nodes(peer_access),
         "ranks_per_node": _pretended(len(peer_access)),
-        "network cards": "\n".join(cards) or f"none in {availability.RDMA_CARDS}",
+        "network cards": "\n".join(cards) or f"none in {gin.RDMA_CARDS}",
         "NCCL plugin": nccl_plugin() or "none: neither NCCL_GIN_PLUGIN nor NCCL_NET_PLUGIN names one",
         "NCCL library": nccl_library,
-        "NCCL headers": gin.facts["headers"],
+        "NCCL headers": found.facts["headers"],
         "GIN": (
-            f"possible {gin.why}; NCCL tells its type when a communicator is made, and kernels take PROXY alone"
-            if gin.works
-            else f"no: {gin.why}"
+            f"possible {found.why}; NCCL tells its type when a communicator is made, and kernels take PROXY alone"
+            if found.works
+            else f"no: {found.why}"
         ),
     }
 

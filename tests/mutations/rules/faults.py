@@ -71,11 +71,11 @@ BACKENDS = (
       f"{HOST}a_bad_call_behind_an_unread_overflow[wire]"),
     M("nodes-open-behind-an-awaited-call",
       "between nodes a rank with a fault opens calls behind one that the others wait for",
-      "backends.gin.backend:NodesBackend.report_fault", "call.awaited or self._checked", "self._checked",
+      "backends.nodes.backend:NodesBackend.report_fault", "call.awaited or self._checked", "self._checked",
       "tests/backends/test_gin.py::test_calls_that_follow_a_fault"),
     M("nothing-behind-a-fault-between-nodes",
       "between nodes a rank with a fault lets the others wait in the calls behind the first",
-      "backends.gin.backend:NodesBackend.report_fault", "names.append(following.name)", "pass",
+      "backends.nodes.backend:NodesBackend.report_fault", "names.append(following.name)", "pass",
       "tests/backends/test_gin.py::test_calls_that_follow_a_fault"),
 )
 

@@ -6,9 +6,9 @@ from tests.mutations.mutation import M
 
 # fmt: off
 TESTS = "tests/backends/test_network_nvlink.py"
-KERNELS = "backends.network.nvlink_inside:NvlinkInside"
-EXCHANGE = "backends.network.exchange:NodeExchange"
-MAKE = "backends.network.registration:make_inside"
+KERNELS = "backends.nodes.hierarchical.nvlink_inside:NvlinkInside"
+EXCHANGE = "backends.nodes.hierarchical.exchange:NodeExchange"
+MAKE = "backends.nodes.hierarchical.nvlink_inside:make_inside"
 
 MUTATIONS = (
     M("what-an-expired-wait-left", "rows that never came are placed as if they had", f"{KERNELS}.hand_out",
@@ -21,8 +21,8 @@ MUTATIONS = (
       f"{KERNELS}.collect", "arrange(torch.cat(parts), came, sorted(came))", "torch.cat(parts)",
       f"{TESTS}::test_bits[to all, full]"),
     M("handed-out-in-views", "a combine reads what later dispatches have written over", f"{KERNELS}._dispatch",
-      'DispatchInputs(x, None, ids, None, False, False, own_outputs="but rows")',
-      "DispatchInputs(x, None, ids, None, False, False, own_outputs=False)",
+      'DispatchKind(options, x.dtype, ids.dtype, output_owner="but rows")',
+      "DispatchKind(options, x.dtype, ids.dtype, output_owner=False)",
       f"{TESTS}::test_combine_long_after_its_dispatch"),
     M("sums-in-any-dtype", "kernels add float64", f"{KERNELS}.add",
       "rows.dtype not in SUMMED or dtype != torch.float32", "False",
@@ -34,18 +34,19 @@ MUTATIONS = (
     M("one-piece-for-kernels", "rows of all nodes are one transfer, so that nothing runs beside it",
       f"{EXCHANGE}._pieces", "not self._inside.by_node", "True", f"{TESTS}::test_each_node_is_a_transfer_of_its_own"),
     M("rows-without-room-for-scales", "FP8 rows have no room for their scales",
-      "backends.network.nvlink_inside:inner_plans", "scales if key == 1 else 0", "0", f"{TESTS}::test_widths"),
+      "backends.nodes.hierarchical.nvlink_inside:inner_plans", "scales if key == 1 else 0", "0",
+      f"{TESTS}::test_widths"),
     M("ranks-of-a-node-share-a-gpu", "kernels wait for each other on one GPU",
-      "backends.network.nvlink_inside:objection", "failing or nvlink.REGISTRATION.objections(found)", "failing",
-      f"{TESTS}::test_one_node_without_kernels_is_enough"),
+      "backends.nodes.hierarchical.nvlink_inside:objection", "failing or peers.REGISTRATION.objections(found)",
+      "failing", f"{TESTS}::test_one_node_without_kernels_is_enough"),
     M("kernels-for-some-ranks", "ranks that could make memory go on with kernels, and the others with collectives",
       MAKE, "kernels is not None and not failed", "kernels is not None", f"{TESTS}::test_all_ranks_choose_alike",
       num_ranks=4),
     M("a-rank-asks-alone", "a rank that comes back to others on CPUs asks them what carries rows inside nodes", MAKE,
       'ranks.device.type == "cpu"', "False", f"{TESTS}::test_other_backends_look_for_none", num_ranks=4),
     M("numbers-within-the-node", "a missing rank is named by its number in the node",
-      "backends.network.node_ranks:NodeRanks.in_whole", "self.members[peer]", "peer", f"{TESTS}::test_ranks_of_a_node",
-      num_ranks=4),
+      "backends.nodes.hierarchical.node_ranks:NodeRanks.in_whole", "self.members[peer]", "peer",
+      f"{TESTS}::test_ranks_of_a_node", num_ranks=4),
     M("faults-within-the-node", "ranks of other nodes do not hear of a fault, and go on alone",
       "runtime.rendezvous:agree", "ranks.whole.all_gather_object((message, *mine), phase)",
       "ranks.all_gather_object((message, *mine), phase)",

@@ -7,9 +7,9 @@ from tests.mutations.mutation import M
 # fmt: off
 TOPOLOGY = "tests/runtime/test_topology.py"
 NETWORK = "tests/backends/test_network.py"
-EXCHANGE = "backends.network.exchange:NodeExchange"
-COLLECTED = "backends.network.inside:add_collected"
-INSIDE = "backends.network.inside:CollectivesInside"
+EXCHANGE = "backends.nodes.hierarchical.exchange:NodeExchange"
+COLLECTED = "backends.nodes.hierarchical.inside:add_collected"
+INSIDE = "backends.nodes.hierarchical.inside:CollectivesInside"
 FAULTS = "tests/backends/test_network_faults.py"
 LATE_RANKS = "tests/backends/test_network_late.py"
 DEATHS = f"{LATE_RANKS}::test_death_in_every_transfer"
@@ -72,7 +72,8 @@ TRAVEL = (
       "self._topology.node_of[rank] != self._node", "True", *ON_NODES, num_ranks=4),
     M("handed-to-masked-ranks", "rows are handed on to masked ranks of the node", f"{INSIDE}.hand_out",
       "goes_to & living", "goes_to", "tests/comm/test_masks.py::test_gradients", num_ranks=4),
-    M("nobody-stands-in", "the rank behind a masked one does not forward for it", "backends.network.paths:_forwarder",
+    M("nobody-stands-in", "the rank behind a masked one does not forward for it",
+      "backends.nodes.hierarchical.paths:_forwarder",
       "(*ranks[rail:], *ranks[:rail])", "(ranks[rail],)", f"{NETWORK}::test_neighbours_stand_in",
       f"{NETWORK}::test_a_node_is_masked", num_ranks=4),
     M("order-of-forwarders", "rows lie in the order of the ranks that forwarded them", f"{INSIDE}.hand_out",
@@ -83,16 +84,16 @@ LATE = (
     M("nodes-of-nobody", "a timeout does not name nodes", "runtime.waiting:Watch.fail", "self.topology.which(missing)",
       "()", f"{FAULTS}::test_who_is_missing", num_ranks=4),
     M("rows-of-a-lost-forwarder", "a call from which a rank was lost is not made again",
-      "backends.network.backend:NetworkBackend._all_have_all", "not bool(told.any())", "True",
+      "backends.nodes.hierarchical.backend:NetworkBackend._all_have_all", "not bool(told.any())", "True",
       f"{DEATHS}[3-partly-per_node]", num_ranks=4),
     M("alone-with-a-loss", "only ranks that miss rows themselves make the call again",
-      "backends.network.backend:NetworkBackend._all_have_all", "told.any()", "misses", f"{DEATHS}[2-partly-per_node]",
-      num_ranks=4),
+      "backends.nodes.hierarchical.backend:NetworkBackend._all_have_all", "told.any()", "misses",
+      f"{DEATHS}[2-partly-per_node]", num_ranks=4),
     M("paths-by-own-view", "a lost rank stays on the paths of the next call",
-      "backends.network.exchange:NodeExchange.open", "absent != self._paths.absent", "False",
+      "backends.nodes.hierarchical.exchange:NodeExchange.open", "absent != self._paths.absent", "False",
       f"{DEATHS}[2-partly-per_node]", num_ranks=4),
     M("overflow-of-a-lost-call", "a dispatch that is made again remembers the overflow of its first try",
-      "backends.network.backend:NetworkBackend.send_dispatch", "self._overflow = overflow", "pass",
+      "backends.nodes.hierarchical.backend:NetworkBackend.send_dispatch", "self._overflow = overflow", "pass",
       f"{LATE_RANKS}::test_overflow_of_a_dispatch_that_is_made_again", num_ranks=4),
 )
 

@@ -129,8 +129,8 @@ TUNE = (
       "_warn_of_another(path, other[0], setting)", "return other[1]",
       "tests/tune/test_tune.py::test_a_choice_made_elsewhere"),
     M("some-ranks-give-memory-back", "a rank gives memory of the network back that another one has kept",
-      "runtime.gin:GinMemory._all_close", "notes.decide_at(verdict, bool(notes.call('check', keys)))",
-      "notes.call('check', keys)", "tests/runtime/test_gin.py::test_a_rank_that_does_not_close"),
+      "backends.nodes.gin_memory:GinMemory._all_close", "notes.decide_at(verdict, bool(notes.call('check', keys)))",
+      "notes.call('check', keys)", "tests/backends/test_gin_memory.py::test_a_rank_that_does_not_close"),
     M("nodes-are-not-told-apart", "a choice that was made on one node is used on two", "tune.choices:setting_of",
       "comm.engine.ranks.topology.num_nodes", "1", "tests/tune/test_tune.py::test_nodes_are_told_apart"),
 )

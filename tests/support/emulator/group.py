@@ -25,11 +25,13 @@ from tests.support.emulator.graphs import FakeReferences, is_capturing, launch_o
 from tests.support.emulator.network import AllToAll, device_comm, signals_of
 from tokenloom import reference
 from tokenloom.backends import registry
-from tokenloom.backends.gin import memory as gin_memory
-from tokenloom.backends.gin.backend import GinBackend
-from tokenloom.backends.network.backend import NetworkBackend
-from tokenloom.backends.network.nvlink_inside import NvlinkInside
-from tokenloom.backends.padded.backend import PaddedBackend
+from tokenloom.backends.nodes import gin as nodes_gin
+from tokenloom.backends.nodes import memory as nodes_memory
+from tokenloom.backends.nodes.backend import NodesBackend
+from tokenloom.backends.nodes.gin import GIN
+from tokenloom.backends.nodes.hierarchical.backend import NetworkBackend
+from tokenloom.backends.nodes.hierarchical.nvlink_inside import NvlinkInside
+from tokenloom.backends.nodes.padded import PADDED
 from tokenloom.backends.peers import backend as backend_module
 from tokenloom.backends.peers import buffers, opening, outcomes
 from tokenloom.backends.peers.backend import NvlinkBackend
@@ -396,8 +398,7 @@ def _make_backend(
 ) -> Any:
     num_sms, checked = sizes_of_calls
     if transport == "gin" or name in ("gin", "padded"):
-        between_nodes = PaddedBackend if name == "padded" else GinBackend
-        made = between_nodes(plan, ranks, num_sms, dtype, checked=checked)
+        made = NodesBackend(PADDED if name == "padded" else GIN, plan, ranks, num_sms, dtype, checked)
         here.group.meeting.wait()  # as a SymmetricBuffer does
         return made
     if name == "network":
@@ -518,9 +519,9 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (kernel.Kernel, "early", False),
             (backend_module, "SymmetricBuffer", FakeBuffer),
             (buffers, "SymmetricBuffer", FakeBuffer),
-            (gin_memory, "SymmetricBuffer", FakeBuffer),
-            (gin_memory, "GinMemory", FakeGin),
-            (gin_memory, "free_bytes", lambda device: 2**40),
+            (nodes_memory, "SymmetricBuffer", FakeBuffer),
+            (nodes_gin, "GinMemory", FakeGin),
+            (nodes_memory, "free_bytes", lambda device: 2**40),
             (backend_module, "usable_sms", lambda index: 132),
             (registry, "MAX_SMS", MAX_SMS),  # which deep_ep's buffers take; more blocks find nothing else
             (opening, "close_together", lambda buffers: None),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenloom.backends.gin.availability import examine
+from tokenloom.backends.nodes.gin import examine
 from tokenloom.bench import legends
 from tokenloom.bench.network import findings, links
 from tokenloom.bench.network.check import Options, Report, check, check_on_rank

@@ -1,4 +1,4 @@
-"""How much memory calls between nodes by kernels take, for the backends and for whoever plans."""
+"""How much memory calls between nodes by kernels take, for the backends and for those who plan."""
 
 from __future__ import annotations
 

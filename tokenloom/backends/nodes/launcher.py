@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tokenloom.backends.gin.memory import NodeBuffers
+from tokenloom.backends.nodes.memory import NodeBuffers
 from tokenloom.backends.peers.opening import Launcher, OpeningKernel
 from tokenloom.plan import Plan
 from tokenloom.runtime.openings import Fields

@@ -1,4 +1,4 @@
-"""runtime/gin.py on a stand-in for NCCL: the order of calls, what is left when one fails, and when memory stays."""
+"""nodes/gin_memory.py on a stand-in for NCCL: order of calls, what is left when one fails, and when memory stays."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tokenloom.backends.nodes import gin_memory
+from tokenloom.backends.nodes import nccl as nccl_module
+from tokenloom.backends.nodes.gin_memory import GinMemory, communicator_of
 from tokenloom.errors import BackendUnavailable, TokenloomError
 from tokenloom.jit.nccl_layout import DEVICE_COMM, REQUIREMENTS, Layout
-from tokenloom.runtime import gin
-from tokenloom.runtime import nccl as nccl_module
-from tokenloom.runtime.gin import GinMemory, communicator_of
 from tokenloom.runtime.rank_group import RankGroup
 
 COMM, ADDRESS, WINDOW = 0xC0, 0x7000, 0x33
@@ -99,10 +99,10 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     headers = SimpleNamespace(version=(2, 28, 9), nccl=Path("/some"), prelude=lambda: "prelude")
     monkeypatch.setattr(nccl_module, "loaded_library", lambda: Path("/some/libnccl.so.2"))
     monkeypatch.setattr(nccl_module, "find_headers", lambda library: headers)
-    monkeypatch.setattr(gin, "read_layout", lambda headers: OLD)
+    monkeypatch.setattr(gin_memory, "read_layout", lambda headers: OLD)
     monkeypatch.setattr(nccl_module, "Nccl", lambda path: stand_in)
-    monkeypatch.setattr(gin, "communicator_of", lambda ranks: COMM)
-    monkeypatch.setattr(gin, "CLOSE_S", 0.05)
+    monkeypatch.setattr(gin_memory, "communicator_of", lambda ranks: COMM)
+    monkeypatch.setattr(gin_memory, "CLOSE_S", 0.05)
     return stand_in
 
 
@@ -139,7 +139,7 @@ def test_it_is_made_and_given_back(nccl: StandIn) -> None:
 
 def test_nobody_asks_for_errors_meanwhile(nccl: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Collective calls end before connections are made. Those that do not end are told."""
-    monkeypatch.setattr(gin, "settle", lambda ranks: nccl.calls.append(("settle",)))
+    monkeypatch.setattr(gin_memory, "settle", lambda ranks: nccl.calls.append(("settle",)))
     make()
     assert [name for name, *_ in nccl.calls] == ["allocate", "register", "settle", "create"]
 
@@ -149,18 +149,18 @@ def test_collective_calls_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ended, has_ended = threading.Event(), []
     group = SimpleNamespace(_wait_for_pending_works=lambda: has_ended.append(ended.wait(30)))
     ranks: Any = SimpleNamespace(process_group=group)
-    monkeypatch.setattr(gin, "SETTLE_S", 0.05)
+    monkeypatch.setattr(gin_memory, "SETTLE_S", 0.05)
     with pytest.raises(BackendUnavailable, match=r"have not ended within 0\.05 s"):
-        gin.settle(ranks)
+        gin_memory.settle(ranks)
     ended.set()
-    gin.settle(ranks)
+    gin_memory.settle(ranks)
     assert has_ended[-1]
-    gin.settle(RankGroup(None, device="cpu"))
+    gin_memory.settle(RankGroup(None, device="cpu"))
 
 
 def test_names_of_later_versions(nccl: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """From 2.29 on connections are asked for by kind, and types have another name."""
-    monkeypatch.setattr(gin, "read_layout", lambda headers: NEW)
+    monkeypatch.setattr(gin_memory, "read_layout", lambda headers: NEW)
     make()
     assert nccl.calls[2][2][12:] == bytes([1, 0, 0, 0])
 
@@ -231,7 +231,7 @@ def test_a_rank_that_does_not_close(nccl: StandIn, monkeypatch: pytest.MonkeyPat
     for each in (ranks, other):
         each.num_ranks, each.notes._store = 2, store
     other.rank = 1
-    monkeypatch.setattr(gin, "agree", lambda ranks, prepare, phase: prepare())
+    monkeypatch.setattr(gin_memory, "agree", lambda ranks, prepare, phase: prepare())
     nccl.device_comm = StandIn.made(0, 2, 2, 2)
     alone, both, late = (GinMemory(ranks, 1, contexts=2, signals=2, state_bytes=8) for _ in range(3))
     late._name, late._ranks = alone._name, other

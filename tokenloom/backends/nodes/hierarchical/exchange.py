@@ -22,8 +22,8 @@ import torch
 
 from tokenloom.backends.collective_handle import Sizes
 from tokenloom.backends.exchange import Arriving, ArrivingSum, Here, SumOnArrival, Then
-from tokenloom.backends.network.inside import InsideNode, Legs
-from tokenloom.backends.network.paths import Block, arrange, columns, find_paths
+from tokenloom.backends.nodes.hierarchical.inside import InsideNode, Legs
+from tokenloom.backends.nodes.hierarchical.paths import Block, arrange, columns, find_paths
 from tokenloom.ops import routing
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.rank_group import RankGroup

@@ -1,8 +1,8 @@
-"""Backend "gin": dispatch and combine between nodes, one kernel each, without the host.
+"""Backends "gin" and "padded": dispatch and combine between nodes by kernels, without the host.
 
-The kernels write the memory of ranks of their node, and put rows to other nodes by NCCL's GIN: one for each (token,
-node). docs/explanation/between-nodes.md is the protocol. The host's side is that of backend "nvlink": how calls open
-and what they have found, prepared calls, and handles. All of it but GIN is backend "padded"'s too.
+The kernels write the memory of ranks of their node, and pack a row for each (token, node) into regions. A carrier
+brings regions to other nodes. docs/explanation/between-nodes.md is the protocol. The host's side is that of backend
+"nvlink": how calls open and what they have found, prepared calls, and handles.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from tokenloom.backends.gin.capabilities import CAPABILITIES
-from tokenloom.backends.gin.combine import NodesCombine, empty_combine, gradient_of_weights
-from tokenloom.backends.gin.dispatch import NodesDispatch
-from tokenloom.backends.gin.launcher import NodesLauncher
-from tokenloom.backends.gin.memory import NodeBuffers, NodeMemory
+from tokenloom.backends.nodes.carrier import Carrier
+from tokenloom.backends.nodes.combine import NodesCombine, empty_combine, gradient_of_weights
+from tokenloom.backends.nodes.dispatch import NodesDispatch
+from tokenloom.backends.nodes.launcher import NodesLauncher
 from tokenloom.backends.peers.combine import RowWeights, ShortRows
 from tokenloom.backends.peers.dispatch import ExactHalves
 from tokenloom.backends.peers.handle import PeerHandle, ResultsMemory
@@ -26,7 +25,6 @@ from tokenloom.backends.peers.opening import require_no_host_read
 from tokenloom.backends.peers.outcomes import CALLS_IN_FLIGHT
 from tokenloom.backends.peers.prepared import Shared, check
 from tokenloom.backends.seam import (
-    Capabilities,
     CombineKind,
     DispatchKind,
     DispatchOptions,
@@ -57,30 +55,29 @@ class NodesBackend:
     by the kernels that receive, so ranks need each other's receiving halves.
 
     Args:
+        carrier: what carries regions to other nodes.
         plan, ranks: sizes and group, whose topology has rails.
         num_sms: SMs, one block each, that a kernel takes.
         dtype: of the tokens; None: of 2 bytes.
         checked: read the outcome of every call before it returns.
-
-    Attributes:
-        can: what it can do, but for what a communicator asks for.
-        always_two: every call is two kernels.
     """
 
-    name: str
-    can: Capabilities
-    always_two = False
-
     def __init__(
-        self, plan: Plan, ranks: RankGroup, num_sms: int, dtype: torch.dtype | None, checked: bool = False
+        self,
+        carrier: Carrier[Any],
+        plan: Plan,
+        ranks: RankGroup,
+        num_sms: int,
+        dtype: torch.dtype | None,
+        checked: bool = False,
     ) -> None:
-        self.capabilities = replace(self.can, reads_on_host=checked)
-        self._checked, self._ranks = checked, ranks
+        self.name, self.capabilities = carrier.name, replace(carrier.capabilities, reads_on_host=checked)
+        self._checked, self._ranks, self._always_two = checked, ranks, carrier.always_two
         self._dispatches: dict[tuple[object, ...], NodesDispatch] = {}
         self._combines: dict[object, NodesCombine] = {}
-        self._memory = self.make_memory(plan, ranks, dtype)
+        self._memory = carrier.memory(plan, ranks, dtype)
         try:
-            self._launcher = self.make_launcher(plan, ranks, num_sms)
+            self._launcher = carrier.launcher(plan, ranks, self._memory, num_sms)
             block_counts = torch.zeros(block_count_words(plan), dtype=torch.int32, device=ranks.device)
             results = ResultsMemory(ranks.device)
             self._shared = Shared(
@@ -96,25 +93,17 @@ class NodesBackend:
             row_weights = RowWeights(plan, ranks.device)
             self._row_weights = row_weights
             self._launcher.empty["dispatch"] = self._empty_dispatch()
-            self._launcher.empty["combine"] = empty_combine(self._launcher, self.always_two)
+            self._launcher.empty["combine"] = empty_combine(self._launcher, self._always_two)
         except Exception:
             self._memory.close()
             raise
-
-    def make_memory(self, plan: Plan, ranks: RankGroup, dtype: torch.dtype | None) -> NodeBuffers:
-        """Make all memory that calls need."""
-        raise NotImplementedError
-
-    def make_launcher(self, plan: Plan, ranks: RankGroup, num_sms: int) -> NodesLauncher:
-        """Make what launches kernels."""
-        return NodesLauncher(plan, ranks, self._memory, num_sms)
 
     def _empty_dispatch(self) -> NodesDispatch:
         """A dispatch without tokens, whose arguments never change."""
         plan, device = self._shared.plan, self._ranks.device
         x = torch.empty(0, plan.hidden, dtype=torch.bfloat16, device=device)
         ids = torch.empty(0, plan.top_k, dtype=torch.int32, device=device)
-        kind = DispatchKind(DispatchOptions("slots", 1, "bounded", 1), x.dtype, ids.dtype, split=self.always_two)
+        kind = DispatchKind(DispatchOptions("slots", 1, "bounded", 1), x.dtype, ids.dtype, split=self._always_two)
         dispatch = NodesDispatch(self._shared, kind)
         words = torch.zeros(dispatch.results.words(0), dtype=torch.int32, device=device)
         rows = x.new_empty(plan.experts_per_rank, plan.hidden)
@@ -149,7 +138,7 @@ class NodesBackend:
             repeats: rows go the way of an earlier dispatch.
             meant: options that the user asked for, where this dispatch is a part of that call.
         """
-        if self.always_two:
+        if self._always_two:
             kind = replace(kind, split=True)
         key = (kind, meant, repeats)
         found = self._dispatches.get(key)
@@ -163,7 +152,7 @@ class NodesBackend:
         require_no_host_read(self._checked, "checked=True")
         if kind.options.needs_grad:  # which has the dtype of the result
             self._memory.require_room(kind.options.out_dtype)
-        if self.always_two:
+        if self._always_two:
             kind = replace(kind, split=True)
         found = self._combines.get(kind)
         if found is None:
@@ -233,7 +222,7 @@ class NodesBackend:
         key = ("gradient of weights", short.layout)
         combine = self._combines.get(key)
         if combine is None:
-            given = (self._launcher, short.layout, short.width, self.always_two, self._checked)
+            given = (self._launcher, short.layout, short.width, self._always_two, self._checked)
             combine = self._combines[key] = gradient_of_weights(*given)
         return _Columns(combine.send(handle, short.rows, capacity=short.capacity), plan.top_k)
 
@@ -287,16 +276,6 @@ class NodesBackend:
             self._memory.keep()
         self._memory.close()
         launcher.close(self._memory.shared())
-
-
-class GinBackend(NodesBackend):
-    """Dispatch and combine between nodes by GIN."""
-
-    name, can = "gin", CAPABILITIES
-
-    def make_memory(self, plan: Plan, ranks: RankGroup, dtype: torch.dtype | None) -> NodeBuffers:
-        """Make the window, and buffers."""
-        return NodeMemory(plan, ranks, dtype)
 
 
 class _Columns:

@@ -14,11 +14,11 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
+from tokenloom.backends.nodes.nccl import WINDOW_ALIGNMENT, library_with_headers
 from tokenloom.errors import BackendUnavailable, TokenloomError
 from tokenloom.jit.nccl_layout import DEVICE_COMM, REQUIREMENTS, Layout, read_layout
 from tokenloom.plan import align_up
 from tokenloom.runtime.deferred_release import keep_until_idle, wait_for
-from tokenloom.runtime.nccl import WINDOW_ALIGNMENT, library_with_headers
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.runtime.store_notes import poll

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenloom.backends.gin.launcher import NodesLauncher
+from tokenloom.backends.nodes.launcher import NodesLauncher
 from tokenloom.backends.peers.prepared import Shared, StagedDispatch
 from tokenloom.backends.seam import DispatchKind, DispatchOptions
 from tokenloom.kernels.common import Variant

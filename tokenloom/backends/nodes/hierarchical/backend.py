@@ -15,8 +15,8 @@ import torch
 
 from tokenloom.backends.collective import CollectiveBackend, Sent
 from tokenloom.backends.collective_handle import CollectiveHandle
-from tokenloom.backends.network.exchange import NodeExchange
-from tokenloom.backends.network.inside import InsideNode, SentRows
+from tokenloom.backends.nodes.hierarchical.exchange import NodeExchange
+from tokenloom.backends.nodes.hierarchical.inside import InsideNode, SentRows
 from tokenloom.backends.seam import CombineOptions, DispatchKind, DispatchOut, Tokens, Wait
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup

@@ -1,4 +1,4 @@
-"""runtime/nccl.py on a stand-in for libnccl: what it passes on, what it hands back, and what it says of failures."""
+"""nodes/nccl.py on a stand-in for libnccl: what it passes on, what it hands back, and what it says of failures."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tokenloom.backends.nodes import nccl
+from tokenloom.backends.nodes.nccl import Nccl, NcclError, loaded_library
 from tokenloom.errors import BackendUnavailable, InvalidArgument
-from tokenloom.runtime import nccl
-from tokenloom.runtime.nccl import Nccl, NcclError, loaded_library
 
 CXX = shutil.which("g++")
 # Communicator 7 works; 8 fails in the call and 9 in the background; 10 has no symmetric memory.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tokenloom.backends.exchange import Arriving, Then
-from tokenloom.backends.network.paths import Block, Paths, arrange, columns
+from tokenloom.backends.nodes.hierarchical.paths import Block, Paths, arrange, columns
 from tokenloom.backends.seam import Wait
 from tokenloom.ops import routing
 from tokenloom.runtime.rank_group import RankGroup

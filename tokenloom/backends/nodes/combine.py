@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from tokenloom.backends.gin.dispatch import FOR_COMBINE
-from tokenloom.backends.gin.launcher import NodesLauncher
 from tokenloom.backends.handshake import combine_fields, gradient_fields
+from tokenloom.backends.nodes.dispatch import FOR_COMBINE
+from tokenloom.backends.nodes.launcher import NodesLauncher
 from tokenloom.backends.peers.buffers import aligned, require_aligned, require_bulk
 from tokenloom.backends.peers.combine import CombineHalf, set_arguments, set_constant_arguments
 from tokenloom.backends.peers.handle import PeerHandle

@@ -1,23 +1,15 @@
-"""The memory of backend "gin", all of it made at once, so that calls have nothing to agree on but themselves."""
+"""The memory of calls between nodes, all of it made at once, so that calls have nothing to agree on but themselves."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import dataclass
-
 import torch
 
-from tokenloom.backends.gin.sizes import NodeSizes
-from tokenloom.errors import InvalidArgument, TokenloomError
-from tokenloom.jit.compiler import KernelSpec, Prelude
-from tokenloom.jit.kernel import Kernel
+from tokenloom.backends.nodes.sizes import NodeSizes
+from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.common import TURNS, Variant
-from tokenloom.kernels.common.rail import STATE_BYTES, TRAFFICS, Rail
-from tokenloom.kernels.signals.launch import SignalsVariant
+from tokenloom.kernels.common.rail import Rail
 from tokenloom.plan import Plan
-from tokenloom.runtime.deferred_release import wait_for
 from tokenloom.runtime.devices import free_bytes
-from tokenloom.runtime.gin import GinMemory
 from tokenloom.runtime.openings import Fields
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
@@ -98,57 +90,6 @@ class NodeBuffers:
         return [f"buffers for ranks of this node: {on_node / 1e6:.1f} MB"]
 
 
-class NodeMemory(NodeBuffers):
-    """The same with the window that ranks of other nodes put to.
-
-    Attributes:
-        gin: the window, with a device communicator. ``regions`` says what lies where in it.
-    """
-
-    carrier = "gin"
-
-    def reach_nodes(self, ranks: RankGroup) -> None:
-        """Make the window. No rank has buffers before all have reset their signals."""
-        self.gin = GinMemory(
-            ranks, self.regions.window_bytes, contexts=TRAFFICS, signals=self.num_nodes, state_bytes=STATE_BYTES
-        )
-        try:
-            self._reset_signals(ranks.device)
-        except Exception:
-            self.close()
-            raise
-
-    def _reset_signals(self, device: torch.device) -> None:
-        """An earlier communicator on the same process group may have raised them."""
-        kernel = Kernel(SignalsVariant().spec().behind(self.gin.prelude), device.index)
-        kernel.args.comm, kernel.args.signals = self.gin.comm, self.num_nodes
-        kernel.launch(1, torch.cuda.current_stream(device).cuda_stream)
-        wait_for(device)
-
-    def compiled(self, variant: Variant) -> Variant:
-        """The variant behind NCCL's headers."""
-        return BehindNccl(variant, self.gin.prelude)
-
-    def tell(self, rail: Rail, traffic: int) -> None:
-        """Tell a kernel of the network, for one kind of calls."""
-        gin = self.gin
-        self.regions.fill(rail, traffic, comm=gin.comm, window=gin.window, base=gin.address, state=gin.state)
-
-    def keep(self) -> None:
-        """Late ranks may still put to the window."""
-        self.gin.keep()
-
-    def close(self) -> None:
-        """Give back the window. What NCCL does not take stays until the process ends."""
-        with suppress(TokenloomError):
-            self.gin.close()
-
-    def describe(self) -> list[str]:
-        """Lines for people."""
-        window = f"{self.gin.num_bytes / 1e6:.1f} MB, of {self.sizes.widest} at most"
-        return [f"GIN of type {self.gin.type_name}, window for {self.num_nodes} nodes: {window}", *super().describe()]
-
-
 def require_memory(ranks: RankGroup, sizes: NodeSizes) -> None:
     """Raise InvalidArgument on all ranks where some GPU has not so much memory free. Collective."""
     free, needed = free_bytes(ranks.device), sizes.total_bytes
@@ -161,18 +102,3 @@ def require_memory(ranks: RankGroup, sizes: NodeSizes) -> None:
                 f"calls between nodes by kernels need {needed / 1e9:.1f} GB, rank {rank} has {has / 1e9:.1f} GB free; "
                 + ", or ".join(ways)
             )
-
-
-@dataclass(frozen=True)
-class BehindNccl:
-    """A variant whose source comes behind NCCL's headers."""
-
-    variant: Variant
-    prelude: Prelude
-
-    def __str__(self) -> str:
-        return str(self.variant)
-
-    def spec(self) -> KernelSpec:
-        """What to compile and how to launch it."""
-        return self.variant.spec().behind(self.prelude)

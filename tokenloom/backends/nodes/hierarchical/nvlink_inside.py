@@ -29,9 +29,9 @@ import torch
 
 from tokenloom.backends import peers
 from tokenloom.backends.exchange import Arriving, Here
-from tokenloom.backends.network.inside import Legs, SentRows, add_collected
-from tokenloom.backends.network.node_ranks import NodeRanks
-from tokenloom.backends.network.paths import Block, Paths, arrange, columns
+from tokenloom.backends.nodes.hierarchical.inside import CollectivesInside, InsideNode, Legs, SentRows, add_collected
+from tokenloom.backends.nodes.hierarchical.node_ranks import NodeRanks
+from tokenloom.backends.nodes.hierarchical.paths import Block, Paths, arrange, columns
 from tokenloom.backends.peers.backend import NvlinkBackend
 from tokenloom.backends.peers.buffers import (
     BULK_BYTES,
@@ -45,7 +45,7 @@ from tokenloom.backends.peers.buffers import (
 from tokenloom.backends.peers.handle import PeerHandle
 from tokenloom.backends.registration import Availability, Request
 from tokenloom.backends.seam import CombineKind, CombineOptions, DispatchKind, DispatchOptions, Tokens, Wait
-from tokenloom.errors import PeerTimeout
+from tokenloom.errors import CommunicatorBroken, PeerTimeout
 from tokenloom.kernels.common import MAX_RANKS
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
 from tokenloom.runtime.rank_group import RankGroup
@@ -247,6 +247,33 @@ def inner_plans(plan: Plan, ranks_per_node: int) -> dict[int, Plan]:
         return Plan(ranks_per_node, ranks_per_node, *sizes)
 
     return {key: inner(key) for key in (METADATA, 1, 2, 4, 8)}
+
+
+def make_inside(request: Request, ranks: RankGroup) -> InsideNode:
+    """Make what carries rows inside nodes: kernels where they work on all, else collectives. Collective on GPUs."""
+    plan = request.plan
+    assert plan is not None
+    if ranks.device.type == "cpu":  # where a rank may come back alone, and find the others with what they have
+        return CollectivesInside(ranks, plan.max_tokens_per_rank)
+    why = why_not(request, ranks)
+    if why:
+        return CollectivesInside(ranks, plan.max_tokens_per_rank, why)
+    kernels: InsideNode | None = None
+    try:
+        kernels = NvlinkInside(plan, ranks, request.num_sms, request.checked, request.dtype)
+    except (PeerTimeout, CommunicatorBroken):
+        raise
+    except Exception as error:
+        why = str(error) or type(error).__name__
+    failed = [
+        (rank, each) for rank, each in enumerate(ranks.all_gather_object(why, "making memory inside nodes")) if each
+    ]
+    if kernels is not None and not failed:
+        return kernels
+    if kernels is not None:
+        kernels.close()
+    rank, why = failed[0]
+    return CollectivesInside(ranks, plan.max_tokens_per_rank, f"nvlink failed on rank {rank}: {why}")
 
 
 def why_not(request: Request, ranks: RankGroup) -> str:

@@ -1,0 +1,67 @@
+"""Where the backends between nodes work, and how they are made."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from tokenloom.backends.nodes.backend import NodesBackend
+from tokenloom.backends.nodes.carrier import Carrier
+from tokenloom.backends.nodes.gin import GIN
+from tokenloom.backends.nodes.hierarchical.backend import NetworkBackend
+from tokenloom.backends.nodes.hierarchical.nvlink_inside import make_inside
+from tokenloom.backends.nodes.padded import PADDED
+from tokenloom.backends.registration import Availability, Registration, Request
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.topology import Topology
+
+
+def probe_network(request: Request) -> Availability:
+    """Tell whether rows can be forwarded for this request."""
+    kernels = "" if request.device.type == "cpu" else ", inside nodes by nvlink where it works on all of them"
+    over = f"torch.distributed over {request.transport}, tensors on {request.device.type}"
+    return Availability("network", True, over + kernels)
+
+
+def why_no_network_on(topology: Topology) -> str | None:
+    """Nodes must be equal, in order, more than one, and have ranks to share rows."""
+    if topology.doubt:
+        return topology.doubt
+    if topology.num_nodes == 1:
+        return "all ranks are on one node; pass ranks_per_node to take them for several"
+    if topology.why_no_rails is not None:
+        return topology.why_no_rails
+    if topology.ranks_per_node == 1:
+        return "each node has one rank, so a row for its node is a row for that rank"
+    return None
+
+
+def make_network(request: Request, ranks: RankGroup) -> NetworkBackend:
+    """Make the backend, for the nodes that the group has agreed on."""
+    assert request.plan is not None
+    return NetworkBackend(request.plan, ranks, make_inside(request, ranks))
+
+
+def why_no_carrier_on(topology: Topology) -> str | None:
+    """Nodes must be equal, in order, and more than one."""
+    if topology.doubt:
+        return topology.doubt
+    if topology.num_nodes == 1:
+        return "all ranks are on one node; on Hopper GPUs, pass ranks_per_node to take them for several"
+    return topology.why_no_rails
+
+
+def make_with(carrier: Carrier[Any], request: Request, ranks: RankGroup) -> NodesBackend:
+    """Make the backend with a carrier, for the nodes that the group has agreed on."""
+    assert request.plan is not None
+    return NodesBackend(carrier, request.plan, ranks, request.num_sms, request.dtype, request.checked)
+
+
+REGISTRATIONS = (
+    Registration("network", NetworkBackend.capabilities, probe_network, make_network, why_not_on=why_no_network_on),
+    *(
+        Registration(each.name, each.capabilities, each.probe, partial(make_with, each), why_not_on=why_no_carrier_on)
+        for each in (GIN, PADDED)
+    ),
+)
+"""Best first."""
