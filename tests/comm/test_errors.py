@@ -1,4 +1,7 @@
-"""Bad input: a named error on the rank that gave it, PeerError on the others, nothing sent, and work goes on."""
+"""Bad input: a named error on the rank that gave it, PeerError on the others, nothing sent, and work goes on.
+
+Each is given to a communicator that knows no kind of call yet, and again where a right call of the kind was made.
+"""
 
 from __future__ import annotations
 
@@ -272,9 +275,13 @@ def run_dispatch_fault(context: RankContext, backend: str, problem: Problem, fau
     comm = make_comm(context, backend, problem.plan)
     x, ids, weights = problem.arguments(context)
     good = {"x": x, "topk_ids": ids, "topk_weights": weights, **options}
-    arguments = fault[1](good) if context.rank == bad_rank(context) else good
-    expect(context, lambda: comm.dispatch(**arguments), fault, "dispatch")
-    expect(context, lambda: comm.send_dispatch(**arguments).receive(), fault, "dispatch in halves")
+    copy = good | {"x": tuple(each.clone() for each in x) if isinstance(x, tuple) else x.clone()}
+    arguments = fault[1](copy) if context.rank == bad_rank(context) else good
+    for kind in ("unknown", "known"):
+        expect(context, lambda: comm.dispatch(**arguments), fault, f"dispatch of {kind} kind")
+        expect(context, lambda: comm.send_dispatch(**arguments).receive(), fault, f"halves of {kind} kind")
+        comm.dispatch(**good)
+        comm.send_dispatch(**good).receive()
     still_works(context, comm, problem)
 
 
@@ -298,11 +305,11 @@ def check_combine_fault(context: RankContext, backend: str, layout: str, index: 
     comm = make_comm(context, backend, problem.plan)
     routed = comm.dispatch(*problem.arguments(context), layout=layout, alignment=2 if layout == "expert" else 1)
     good = {"y": torch.ones_like(routed.tokens), "routed": routed}
-    want = comm.combine(**good)
     arguments = fault[1](good) if context.rank == bad_rank(context) else good
-    expect(context, lambda: comm.combine(**arguments), fault, "combine")
-    expect(context, lambda: comm.send_combine(**arguments).receive(), fault, "combine in halves")
-    assert torch.equal(comm.combine(**good), want)
+    for kind in ("unknown", "known"):
+        expect(context, lambda: comm.combine(**arguments), fault, f"combine of {kind} kind")
+        expect(context, lambda: comm.send_combine(**arguments).receive(), fault, f"halves of {kind} kind")
+        assert torch.equal(comm.combine(**good), comm.send_combine(**good).receive())
     still_works(context, comm, problem)
 
 
