@@ -66,6 +66,14 @@ def test_later_weights(calls: Calls) -> None:
     assert not calls.checked
 
 
+def test_views_outlive_weights(calls: Calls) -> None:
+    """Weights that travel by themselves have receive buffers of their own: rows of a dispatch stay where they are."""
+    routed = calls.comm.dispatch(calls.x, calls.ids, layout="token", sizes="bounded")
+    for _ in range(3):
+        calls.comm.reweighted(routed, torch.rand(TOKENS, calls.top_k))
+    assert calls.comm.combine(routed.tokens, routed).shape == calls.x.shape
+
+
 WRONG: dict[str, Callable[[Calls], dict[str, Any]]] = {
     "fewer values": lambda calls: {"values": calls.values[:-1]},
     "narrow values": lambda calls: {"values": calls.values[:, :1].contiguous()},

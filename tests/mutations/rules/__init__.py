@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from tests.mutations.rules import (
-    beside,
     cache,
     check_network,
     collective,
     comm,
     compat,
     faults,
+    followups,
     forms,
     gin,
     host,
@@ -18,6 +18,7 @@ from tests.mutations.rules import (
     inside_nodes,
     integrations,
     kernels,
+    kinds,
     masks,
     network,
     nodes,
@@ -25,7 +26,6 @@ from tests.mutations.rules import (
     reference,
     runtime,
     training,
-    usual,
 )
 
 MUTATIONS = (
@@ -33,10 +33,10 @@ MUTATIONS = (
     + reference.MUTATIONS
     + collective.MUTATIONS
     + comm.MUTATIONS
-    + beside.MUTATIONS
+    + followups.MUTATIONS
     + faults.MUTATIONS
     + compat.MUTATIONS
-    + usual.MUTATIONS
+    + kinds.MUTATIONS
     + runtime.MUTATIONS
     + host.MUTATIONS
     + masks.MUTATIONS
