@@ -12,6 +12,7 @@ from tests.mutations.rules import (
     followups,
     forms,
     gin,
+    glances,
     host,
     inference,
     inputs,
@@ -37,6 +38,7 @@ MUTATIONS = (
     + faults.MUTATIONS
     + compat.MUTATIONS
     + kinds.MUTATIONS
+    + glances.MUTATIONS
     + runtime.MUTATIONS
     + host.MUTATIONS
     + masks.MUTATIONS
