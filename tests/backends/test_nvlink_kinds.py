@@ -233,6 +233,21 @@ def test_a_number_that_weighs(calls: Calls) -> None:
         calls.comm.combine(y, routed, weighted=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("leaf", ["y", "weights"])
+def test_gradients_of_a_known_combine(calls: Calls, leaf: str) -> None:
+    """A combine that wants gradients is of another kind than those before, and those behind want none again."""
+    routed = calls.dispatch(layout="expert", capacity=300)
+    y = torch.zeros(routed.tokens.shape, dtype=BF16)
+    calls.comm.combine(y, routed)
+    with torch.enable_grad():
+        weights = calls.weights.clone().requires_grad_(leaf == "weights")
+        wanted = calls.dispatch(layout="expert", capacity=300, topk_weights=weights)
+        for _ in range(2):
+            assert calls.comm.combine(y.clone().requires_grad_(leaf == "y"), wanted).requires_grad
+        assert not calls.comm.combine(y, routed).requires_grad
+    assert calls.checked == 4
+
+
 def test_a_combine_of_another_communicator(calls: Calls) -> None:
     """Its dispatch is not known here, though all else is alike."""
     other = tl.Communicator(

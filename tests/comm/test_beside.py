@@ -255,6 +255,7 @@ def check_bias(context: RankContext, backend: str, layout: str, number: int) -> 
         outs = reference.combine(problem.plan, ys, want, problem.topk_ids, weights, biases=biases, **order)
         routed = comm.dispatch(*problem.arguments(context), layout=layout)
         y = ys[context.rank].to(context.device)
+        comm.combine(y, routed)  # it says nothing of a bias, though all else is alike
         out = comm.combine(y, routed, bias=mine if number > 1 else mine[0])
         same_bits(out, outs[context.rank], "biased")
         out.backward(torch.full_like(out, 2))

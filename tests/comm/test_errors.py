@@ -6,6 +6,7 @@ Each is given to a communicator that knows no kind of call yet, and again where 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -269,6 +270,21 @@ def test_to_fp8_fault(context: RankContext, backend: str, index: int) -> None:
     """Every check of a payload that is to be quantised, on one rank only."""
     problem = base_problem(context.num_ranks, dtype=FP32, hidden=256)
     run_dispatch_fault(context, backend, problem, TO_FP8_FAULTS[index], to_fp8=True)
+
+
+@on_ranks
+@each_backend
+def test_scales_of_a_known_kind(context: RankContext, backend: str) -> None:
+    """Whether they can be packed is up to their values, so those of every call are read."""
+    problem = base_problem(context.num_ranks, dtype=FP8, hidden=256)
+    (x, scales), ids, weights = problem.arguments(context)  # type: ignore[misc]
+    comm, one = make_comm(context, backend, problem.plan), torch.ones_like(scales)
+    bad = with_entry(one, 1.5, [(2, 1)]) if context.rank == bad_rank(context) else one
+    fault: Fault = ("", dict, tl.InvalidArgument, ["scales[2, 1] is 1.5"])
+    for _ in range(2):
+        comm.dispatch((x, one), ids, weights, layout="slots", scale_layout="packed")
+        call = partial(comm.dispatch, (x, bad), ids, weights, layout="slots", scale_layout="packed")
+        expect(context, call, fault, "dispatch of known kind")
 
 
 def run_dispatch_fault(context: RankContext, backend: str, problem: Problem, fault: Fault, **options: object) -> None:

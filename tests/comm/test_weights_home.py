@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import tokenloom as tl
 from tests.support.stand_ins import StandIns, record_word
 from tokenloom.backends.peers.outcomes import CALLS_IN_FLIGHT
 from tokenloom.comm.calls import ValuesHomeCall
-from tokenloom.errors import CapacityOverflow
+from tokenloom.errors import CapacityOverflow, InvalidArgument
 
 HIDDEN, NUM_EXPERTS, LARGE, TOKENS, ROWS = 256, 8, 1024, 5, 3
 
@@ -93,6 +94,14 @@ def test_what_is_wrong(calls: Calls, what: str) -> None:
     checked = calls.checked
     calls.home()
     assert calls.checked == checked == 1
+
+
+def test_where_no_weights_travel_apart(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused though all is right with them."""
+    backend: Any = calls.comm.engine._backend
+    monkeypatch.setattr(backend, "capabilities", replace(backend.capabilities, weights_apart=False))
+    with pytest.raises(InvalidArgument, match="weights travel with rows only"):
+        calls.home()
 
 
 def test_with_gradients(calls: Calls) -> None:
