@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tokenloom.backends.peers.handle import PeerHandle, Results
+from tokenloom.backends.peers.handle import PeerHandle, Results, rows_without_sources
 from tokenloom.backends.seam import DispatchOptions
 from tokenloom.plan import Plan
 
@@ -71,3 +71,11 @@ def test_ids_that_were_replaced(first: int) -> None:
     found.add_(1)
     with pytest.raises(tl.InvalidArgument, match="topk_ids was changed in place after its dispatch"):
         handle.ids()
+
+
+def test_rows_of_ranks_that_are_gone() -> None:
+    """Where rows came from three ranks, and now from two, those of the third keep their places, as zeros."""
+    received, max_tokens = torch.tensor([2, 1, 2]), 3
+    rows = torch.arange(1.0, 10.0)[:, None]  # [W * M, 1], whatever lies where no row came
+    found = rows_without_sources(rows, received, max_tokens, {1})
+    assert found[:, 0].tolist() == [1, 2, 0, 7, 8, 0, 0, 0, 0]

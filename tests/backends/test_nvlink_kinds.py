@@ -224,6 +224,30 @@ def test_bad_rows_are_checked(calls: Calls, what: str) -> None:
     assert calls.checked == 3
 
 
+def test_a_number_that_weighs(calls: Calls) -> None:
+    """1 says no more whether rows are weighted once True has said it."""
+    routed = calls.dispatch(layout="expert", capacity=300)
+    y = torch.zeros(routed.tokens.shape, dtype=BF16)
+    calls.comm.combine(y, routed, weighted=True)
+    with pytest.raises(InvalidArgument, match="weighted is 1, expected True"):
+        calls.comm.combine(y, routed, weighted=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("leaf", ["y", "weights"])
+def test_gradients_of_a_known_combine(calls: Calls, leaf: str) -> None:
+    """A combine that wants gradients is of another kind than those before, and those behind want none again."""
+    routed = calls.dispatch(layout="expert", capacity=300)
+    y = torch.zeros(routed.tokens.shape, dtype=BF16)
+    calls.comm.combine(y, routed)
+    with torch.enable_grad():
+        weights = calls.weights.clone().requires_grad_(leaf == "weights")
+        wanted = calls.dispatch(layout="expert", capacity=300, topk_weights=weights)
+        for _ in range(2):
+            assert calls.comm.combine(y.clone().requires_grad_(leaf == "y"), wanted).requires_grad
+        assert not calls.comm.combine(y, routed).requires_grad
+    assert calls.checked == 4
+
+
 def test_a_combine_of_another_communicator(calls: Calls) -> None:
     """Its dispatch is not known here, though all else is alike."""
     other = tl.Communicator(
@@ -407,6 +431,24 @@ def test_buffers_that_have_grown(stand_ins: StandIns, monkeypatch: pytest.Monkey
     calls.dispatch(layout="expert", capacity=9)
     assert stand_ins.launched[-1][1].peers == grown
     assert calls.checked == 3
+
+
+def test_a_combine_of_grown_buffers(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows come home to the buffer that they were received in, so to the larger one."""
+    calls = Calls(stand_ins, monkeypatch, LARGE)
+
+    def combine(capacity: int) -> int:
+        routed = calls.dispatch(layout="expert", capacity=capacity)
+        calls.comm.combine(torch.zeros(routed.tokens.shape, dtype=BF16), routed)
+        peers: int = stand_ins.launched[-1][1].peers
+        return peers
+
+    before = combine(9)
+    backend: Any = calls.comm.engine._backend
+    small = list(backend._buffers._buffers.values())  # kept, so that nothing else gets their addresses
+    assert combine(9) == before == small[0].peers.data_ptr()
+    assert calls.checked == 2
+    assert combine(calls.comm.plan.worst_case_rows("expert")) != before
 
 
 def test_words_of_calls(calls: Calls) -> None:

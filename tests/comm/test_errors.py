@@ -1,8 +1,12 @@
-"""Bad input: a named error on the rank that gave it, PeerError on the others, nothing sent, and work goes on."""
+"""Bad input: a named error on the rank that gave it, PeerError on the others, nothing sent, and work goes on.
+
+Each is given to a communicator that knows no kind of call yet, and again where a right call of the kind was made.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -268,13 +272,32 @@ def test_to_fp8_fault(context: RankContext, backend: str, index: int) -> None:
     run_dispatch_fault(context, backend, problem, TO_FP8_FAULTS[index], to_fp8=True)
 
 
+@on_ranks
+@each_backend
+def test_scales_of_a_known_kind(context: RankContext, backend: str) -> None:
+    """Whether they can be packed is up to their values, so those of every call are read."""
+    problem = base_problem(context.num_ranks, dtype=FP8, hidden=256)
+    (x, scales), ids, weights = problem.arguments(context)  # type: ignore[misc]
+    comm, one = make_comm(context, backend, problem.plan), torch.ones_like(scales)
+    bad = with_entry(one, 1.5, [(2, 1)]) if context.rank == bad_rank(context) else one
+    fault: Fault = ("", dict, tl.InvalidArgument, ["scales[2, 1] is 1.5"])
+    for _ in range(2):
+        comm.dispatch((x, one), ids, weights, layout="slots", scale_layout="packed")
+        call = partial(comm.dispatch, (x, bad), ids, weights, layout="slots", scale_layout="packed")
+        expect(context, call, fault, "dispatch of known kind")
+
+
 def run_dispatch_fault(context: RankContext, backend: str, problem: Problem, fault: Fault, **options: object) -> None:
     comm = make_comm(context, backend, problem.plan)
     x, ids, weights = problem.arguments(context)
     good = {"x": x, "topk_ids": ids, "topk_weights": weights, **options}
-    arguments = fault[1](good) if context.rank == bad_rank(context) else good
-    expect(context, lambda: comm.dispatch(**arguments), fault, "dispatch")
-    expect(context, lambda: comm.send_dispatch(**arguments).receive(), fault, "dispatch in halves")
+    copy = good | {"x": tuple(each.clone() for each in x) if isinstance(x, tuple) else x.clone()}
+    arguments = fault[1](copy) if context.rank == bad_rank(context) else good
+    for kind in ("unknown", "known"):
+        expect(context, lambda: comm.dispatch(**arguments), fault, f"dispatch of {kind} kind")
+        expect(context, lambda: comm.send_dispatch(**arguments).receive(), fault, f"halves of {kind} kind")
+        comm.dispatch(**good)
+        comm.send_dispatch(**good).receive()
     still_works(context, comm, problem)
 
 
@@ -298,11 +321,11 @@ def check_combine_fault(context: RankContext, backend: str, layout: str, index: 
     comm = make_comm(context, backend, problem.plan)
     routed = comm.dispatch(*problem.arguments(context), layout=layout, alignment=2 if layout == "expert" else 1)
     good = {"y": torch.ones_like(routed.tokens), "routed": routed}
-    want = comm.combine(**good)
     arguments = fault[1](good) if context.rank == bad_rank(context) else good
-    expect(context, lambda: comm.combine(**arguments), fault, "combine")
-    expect(context, lambda: comm.send_combine(**arguments).receive(), fault, "combine in halves")
-    assert torch.equal(comm.combine(**good), want)
+    for kind in ("unknown", "known"):
+        expect(context, lambda: comm.combine(**arguments), fault, f"combine of {kind} kind")
+        expect(context, lambda: comm.send_combine(**arguments).receive(), fault, f"halves of {kind} kind")
+        assert torch.equal(comm.combine(**good), comm.send_combine(**good).receive())
     still_works(context, comm, problem)
 
 

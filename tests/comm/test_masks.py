@@ -307,12 +307,14 @@ def test_between_halves(context: RankContext, layout: str) -> None:
 
 @on_ranks("group")
 def test_weights_of_an_earlier_dispatch(context: RankContext) -> None:
-    """Where its rows would lie is no more known, which all ranks say; those of a later one travel."""
+    """Where its rows would lie is no more known, which all ranks say; those of a combine, or a later one, travel."""
     problem, masked = make_problem(CASE, context.num_ranks), [0]
     comm = make_comm(context, backend_of(context), problem.plan)
     x, ids, weights = problem.arguments(context)
     assert weights is not None
-    before = comm.dispatch(x, ids, weights)
+    before, by_token = comm.dispatch(x, ids, weights, copy=True), comm.dispatch(x, ids, weights, layout="token")
+    values = torch.ones_like(by_token.topk_weights)
+    comm.combine_weights(values, by_token)
     out = comm.combine(before.tokens, before)
     same_bits(comm.combine(before.tokens, comm.reweighted(before, weights)), out.cpu(), "out")
     if context.rank in masked:
@@ -320,6 +322,10 @@ def test_weights_of_an_earlier_dispatch(context: RankContext) -> None:
     comm.mask_ranks(masked)
     with pytest.raises(InvalidArgument, match="masked since the dispatch"):
         comm.reweighted(before, weights)
+    with pytest.raises(InvalidArgument, match="masked since the dispatch"):
+        comm.combine_weights(values, by_token)
+    rest = comm.combine(before.tokens, before)
+    same_bits(comm.combine(before.tokens, before, topk_weights=weights), rest.cpu(), "weights of the combine")
     after = comm.dispatch(x, ids, weights)
     double, want = comm.reweighted(after, 2 * weights), comm.combine(after.tokens, after)
     same_bits(comm.combine(after.tokens, double), (2 * want).cpu(), "out")

@@ -52,6 +52,18 @@ def works(context: RankContext, comm: tl.Communicator, problem: Problem) -> None
     same_routed(routed, problem.dispatched("expert")[context.rank], problem.plan)
 
 
+@on_ranks
+@each_backend
+def test_weights_of_a_combine_are_a_part_of_it(context: RankContext, backend: str) -> None:
+    """Where they travel before it, that is no call of its own, which would leave no room beside an open one."""
+    problems = batches(context.num_ranks)
+    with make_comm(context, backend, problems[0].plan) as comm, torch.no_grad():
+        earlier = comm.dispatch(*problems[0].arguments(context), copy=True)
+        pending = comm.send_dispatch(*problems[1].arguments(context), copy=True)
+        comm.combine(earlier.tokens, earlier, topk_weights=problems[0].arguments(context)[2])
+        pending.receive()
+
+
 THIRD = "a third pending call: a dispatch sent 2 calls ago is still open; receive it before"
 each_fault = pytest.mark.parametrize("alike", [True, False], ids=["all ranks", "one rank"])
 

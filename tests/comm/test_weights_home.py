@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import tokenloom as tl
 from tests.support.stand_ins import StandIns, record_word
 from tokenloom.backends.peers.outcomes import CALLS_IN_FLIGHT
 from tokenloom.comm.calls import ValuesHomeCall
-from tokenloom.errors import CapacityOverflow
+from tokenloom.errors import CapacityOverflow, InvalidArgument
 
 HIDDEN, NUM_EXPERTS, LARGE, TOKENS, ROWS = 256, 8, 1024, 5, 3
 
@@ -66,6 +67,14 @@ def test_later_weights(calls: Calls) -> None:
     assert not calls.checked
 
 
+def test_views_outlive_weights(calls: Calls) -> None:
+    """Weights that travel by themselves have receive buffers of their own: rows of a dispatch stay where they are."""
+    routed = calls.comm.dispatch(calls.x, calls.ids, layout="token", sizes="bounded")
+    for _ in range(3):
+        calls.comm.reweighted(routed, torch.rand(TOKENS, calls.top_k))
+    assert calls.comm.combine(routed.tokens, routed).shape == calls.x.shape
+
+
 WRONG: dict[str, Callable[[Calls], dict[str, Any]]] = {
     "fewer values": lambda calls: {"values": calls.values[:-1]},
     "narrow values": lambda calls: {"values": calls.values[:, :1].contiguous()},
@@ -85,6 +94,14 @@ def test_what_is_wrong(calls: Calls, what: str) -> None:
     checked = calls.checked
     calls.home()
     assert calls.checked == checked == 1
+
+
+def test_where_no_weights_travel_apart(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused though all is right with them."""
+    backend: Any = calls.comm.engine._backend
+    monkeypatch.setattr(backend, "capabilities", replace(backend.capabilities, weights_apart=False))
+    with pytest.raises(InvalidArgument, match="weights travel with rows only"):
+        calls.home()
 
 
 def test_with_gradients(calls: Calls) -> None:

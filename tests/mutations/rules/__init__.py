@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from tests.mutations.rules import (
-    beside,
     cache,
     check_network,
     collective,
     comm,
     compat,
     faults,
+    followups,
     forms,
     gin,
+    glances,
     host,
     inference,
     inputs,
     inside_nodes,
     integrations,
     kernels,
+    kinds,
     masks,
     network,
     nodes,
@@ -25,7 +27,6 @@ from tests.mutations.rules import (
     reference,
     runtime,
     training,
-    usual,
 )
 
 MUTATIONS = (
@@ -33,10 +34,11 @@ MUTATIONS = (
     + reference.MUTATIONS
     + collective.MUTATIONS
     + comm.MUTATIONS
-    + beside.MUTATIONS
+    + followups.MUTATIONS
     + faults.MUTATIONS
     + compat.MUTATIONS
-    + usual.MUTATIONS
+    + kinds.MUTATIONS
+    + glances.MUTATIONS
     + runtime.MUTATIONS
     + host.MUTATIONS
     + masks.MUTATIONS

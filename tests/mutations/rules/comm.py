@@ -13,11 +13,11 @@ HANDSHAKE = (
       "runtime.turns:Turn.enter", "fault = refusal()", "fault = None",
       "tests/comm/test_threads.py::test_calls_at_once"),
     M("a-transform-goes-the-plain-way", "a call that torch transforms is made", "comm.engine:Engine.is_plain",
-      "plain and is_eager()", "plain", "tests/comm/test_torch_modes.py::test_a_transform_on_one_rank_is_told"),
+      "current_transforms() is None", "True", "tests/comm/test_torch_modes.py::test_a_transform_on_one_rank_is_told"),
     M("a-transform-around-what-is-told", "a fault is told under the transform that it is about",
       "comm.engine:Sequence.__exit__", "is_eager()", "True",
       "tests/comm/test_torch_modes.py::test_a_transform_on_one_rank_is_told"),
-    M("freed-memory-is-read", "a tensor whose storage was freed is sent", "comm.validation:require_tensor",
+    M("freed-memory-is-read", "a tensor whose storage was freed is sent", "comm.checks:require_tensor",
       "not has_memory(value)", "False", "tests/comm/test_torch_modes.py::test_tensors_without_memory_of_their_own"),
     M("lost-status-word", "the other ranks do not hear of a fault that one rank sees", "runtime.openings:encode",
       "_OK if fault is None else _FAULT", "_OK", *FAULT_TESTS),
@@ -41,7 +41,7 @@ HANDSHAKE = (
       "comm.autograd:_save_a_mark", "torch._C._autograd._top_saved_tensors_default_hooks(True) is not None", "False",
       "tests/comm/test_regions.py::test_a_region_that_runs_again"),
     M("faults-of-plain-calls-stay-here", "a fault in a call with nothing around it is not told to the others",
-      "comm.halves:Call.run", "[] if engine.open_calls.count > opened else [self._upcoming()]", "[]",
+      "comm.calls:Call.run", "[] if engine.open_calls.count > opened else [self.upcoming()]", "[]",
       "tests/comm/test_errors.py::test_dispatch_fault"),
     M("peer-error-names-another", "PeerError names the rank after the one that failed",
       "runtime.openings:Opening.raise_fault", "PeerError(rank, reasons[rank])",
@@ -60,11 +60,11 @@ HANDSHAKE = (
 )
 
 ARGUMENTS = (
-    M("negative-ids-pass", "ids below -1 are taken for -1", "comm.validation:_check_id_range",
+    M("negative-ids-pass", "ids below -1 are taken for -1", "comm.checks:_check_id_range",
       "(ids < -1) | (ids >= plan.num_experts)", "ids >= plan.num_experts",
       "tests/comm/test_errors.py::test_dispatch_fault"),
     M("fp8-gradients-vanish", "an FP8 payload that requires grad is dispatched without a word",
-      "comm.validation:_check_payload",
+      "comm.checks:_check_payload",
       "torch.is_grad_enabled() and (x.requires_grad or (scales is not None and scales.requires_grad))", "False",
       "tests/comm/test_errors.py::test_fp8_fault"),
 )
@@ -81,12 +81,12 @@ GRADIENTS = (
       "tests/comm/test_row_weights.py::test_it_is_a_weighted_combine"),
 )
 
-ROOM = "comm.pending:OpenCalls.require_room"
+ROOM = "comm.engine:OpenCalls.require_room"
 PENDING_TESTS, OPEN_TESTS = "tests/comm/test_pending.py::", "tests/comm/test_open_calls.py::"
 
 HALVES = (
     M("backward-of-a-closed-one", "backward launches kernels on the buffers of a closed communicator",
-      "comm.engine:Engine._require_open", "self.ranks.require_alive()", "pass",
+      "comm.engine:Engine.require_room", "self.ranks.require_alive()", "pass",
       "tests/backends/test_nvlink_kinds.py::test_backward_of_a_closed_communicator"),
     M("three-open-calls", "a call opens though one before the last is not received", ROOM, "half.number != self.count",
       "half.number < self.count - 1", f"{OPEN_TESTS}test_a_third", f"{OPEN_TESTS}test_what_may_be_open"),
@@ -96,18 +96,18 @@ HALVES = (
       f"{OPEN_TESTS}test_dropped"),
     M("dropped-and-unfinished", "the second half of a dropped call is never run", ROOM, "half.discard()", "pass",
       f"{OPEN_TESTS}test_a_dropped_call_is_finished_once"),
-    M("received-again", "a pending can be received twice", "comm.pending:Pending.receive", "self._finish = None",
+    M("received-again", "a pending can be received twice", "comm.engine:Pending.receive", "self._finish = None",
       "pass", f"{OPEN_TESTS}test_received_twice"),
     M("failed-calls-do-not-count", "a call that failed leaves room for another one", "comm.engine:Sequence.__exit__",
       "isinstance(fault, Exception) and self.upcoming", "False", f"{OPEN_TESTS}test_a_call_that_failed_counts"),
     M("calls-of-backward-do-not-count", "calls in one piece open beside any number of pendings",
-      "comm.engine:Engine._opened", "self.open_calls.opened()", "self.open_calls.count += self._sequence is None",
+      "comm.engine:Engine.opened", "self.open_calls.count += 1", "self.open_calls.count += self._sequence is None",
       f"{OPEN_TESTS}test_calls_in_one_piece_count"),
     M("gradient-of-what-x-became", "what x became between the halves has the gradient of what was sent",
-      "comm.halves:DispatchCall._send", "autograd.ticket(x)", "x", f"{PENDING_TESTS}test_gradients"),
+      "comm.calls:DispatchCall.send", "autograd.ticket(x)", "x", f"{PENDING_TESTS}test_gradients"),
     M("no-graph-without-grad-mode", "the second half under no_grad loses the graph of the first",
-      "comm.halves:DispatchCall._receive", "torch.enable_grad()", "torch.set_grad_enabled(torch.is_grad_enabled())",
-      f"{PENDING_TESTS}test_gradients"),
+      "comm.calls:DispatchCall.receive", "nullcontext() if is_grad_enabled() else torch.enable_grad()",
+      "nullcontext()", f"{PENDING_TESTS}test_gradients"),
     M("no-graph-of-combine-without-grad-mode",
       "the second half of a combine under no_grad loses the graph of the first", "comm.autograd:_Home.receive",
       "torch.enable_grad()", "torch.set_grad_enabled(torch.is_grad_enabled())", f"{PENDING_TESTS}test_gradients"),
@@ -116,20 +116,20 @@ HALVES = (
 OUT_TESTS = "tests/comm/test_out.py::"
 
 OUT = (
-    M("out-of-any-stride", "tensors of the caller's may have other strides than results", "comm.outputs:_require_like",
+    M("out-of-any-stride", "tensors of the caller's may have other strides than results", "comm.checks:_require_like",
       "size > 1 and stride != wanted", "False", f"{OUT_TESTS}test_dispatch_fault"),
     M("out-of-another-result", "a tensor for a result that the layout lacks is left alone without a word",
-      "comm.outputs:of_dispatch", "tensor is None", "tensor is None or name not in likes",
+      "comm.checks:dispatch_out", "tensor is None", "tensor is None or name not in likes",
       f"{OUT_TESTS}test_dispatch_fault"),
     M("out-beside-gradients", "a dispatch writes to the caller's tensors where gradients are enabled",
-      "comm.outputs:of_dispatch", "torch.is_grad_enabled()", "False", f"{OUT_TESTS}test_no_gradients"),
+      "comm.checks:dispatch_out", "torch.is_grad_enabled()", "False", f"{OUT_TESTS}test_no_gradients"),
     M("combine-out-beside-gradients", "a combine writes to the caller's tensor where a gradient is wanted",
-      "comm.outputs:of_combine", "options.needs_grad", "False", f"{OUT_TESTS}test_no_gradients"),
+      "comm.checks:combine_out", "options.needs_grad", "False", f"{OUT_TESTS}test_no_gradients"),
     M("routed-holds-its-own", "routed holds other tensors than those that the caller gave",
       "comm.routed:Routed.tokens", "self._out is None or self._out.tokens is None", "True",
       f"{OUT_TESTS}test_dispatch"),
     M("any-scale-is-packed", "scales that are no powers of two lose their mantissa without a word",
-      "comm.validation:_check_laid_out", "bits & 0x7FFFFF != 0", "bits & 0x3FFFFF != 0",
+      "comm.checks:_check_laid_out", "bits & 0x7FFFFF != 0", "bits & 0x3FFFFF != 0",
       "tests/comm/test_errors.py::test_fp8_fault"),
 )
 

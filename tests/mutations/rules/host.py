@@ -11,12 +11,12 @@ HANDLE = "tests/backends/test_nvlink_handle.py::test_"
 
 CALLS = (
     M("gradients-of-inputs-are-not-compared", "ranks do not compare whether a gradient is wanted",
-      "backends.handshake:dispatch_fields", "inputs.x_needs_grad", "None", HANDSHAKE),
+      "backends.handshake:dispatch_fields", "kind.x_needs_grad", "None", HANDSHAKE),
     M("dtypes-of-results-are-not-compared", "ranks do not compare the dtype of a combine's result",
       "backends.handshake:combine_fields", "name not in ('needs_grad', 'strategy')",
       "name not in ('needs_grad', 'strategy', 'out_dtype')", HANDSHAKE),
     M("words-of-the-first-call", "kernels of a prepared kind leave their words where the first call had them",
-      "backends.peers.prepared:PreparedDispatch.point", "base + all_counts",
+      "backends.peers.prepared:PreparedDispatch.set_arguments", "base + all_counts",
       "vars(self).setdefault('base', base) + all_counts", f"{PREPARED}each_dispatch_tells_its_own_tensors"),
     M("ids-that-were-changed-since", "routes go by ids that were changed in place since their dispatch",
       "backends.peers.handle:PeerHandle.__init__", "None if given_ids.is_inference() else given_ids._version",
@@ -27,14 +27,14 @@ CALLS = (
     M("gradients-that-may-not-change", "a gradient that is sent changes with the tensor that it was given as",
       "backends.collective:CollectiveBackend.send_weight_gradients", "grad.clone()", "grad",
       "tests/comm/test_halves.py::test_transfers_that_begin_late"),
-    M("options-are-checked-again", "options that were checked are checked again at every call",
-      "comm.engine:Engine.dispatch_options", "self._options_of(*given)",
-      "_checked_options(self.plan, self._backend, *given)", "tests/comm/test_python_calls.py::test_on_collective"),
+    M("kinds-are-checked-again", "a kind of dispatch that was checked is checked again at every call",
+      "comm.calls:Kinds.check_dispatch", "self._dispatches[key] = known", "pass",
+      "tests/backends/test_nvlink_kinds.py::test_the_second_call_of_a_kind_is_right_at_a_glance"),
     M("counts-on-the-callers-device", "counts of a call lie on the caller's default device",
       "backends.handshake:handshake", "torch.zeros(num_counts, dtype=torch.int64, device='cpu')",
       "torch.zeros(num_counts, dtype=torch.int64)", "tests/comm/test_defaults.py::test_communicator"),
     M("fp8-again-in-slots", "FP8 rows go again to slots, whose scales have another layout",
-      "comm.validation_beside:rows_again", "layout == 'slots'", "False",
+      "comm.checks:rows_again", "layout == 'slots'", "False",
       "tests/comm/test_if_needed.py::test_fp8_again"),
 )
 

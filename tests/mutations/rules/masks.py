@@ -131,7 +131,8 @@ REPEATED = (
       "backends.peers.late_ranks:_Made.__init__", "(PeerTimeout, CommunicatorBroken)", "PeerTimeout",
       f"{MADE_UP}::test_a_rank_that_is_masked"),
     M("overflows-in-vain", "a call that did not take place tells of its overflow", f"{LATE_CALLS}.call",
-      "made, self._maker.dispatcher.overflow = None, overflow", "made = None", f"{MADE_UP}::test_an_overflow_in_vain"),
+      "made, self._maker.dispatcher.shared.overflow = None, overflow", "made = None",
+      f"{MADE_UP}::test_an_overflow_in_vain"),
     M("in-vain-for-ever", "calls that expire although everybody is there are made again for ever",
       f"{LATE_CALLS}._find_late", "in_vain == ranks.num_ranks", "in_vain == 7", f"{MADE_UP}::test_nobody_is_late"),
 )

@@ -27,7 +27,7 @@ LAYER = (
       "training.expert_module:RoutedExperts.__init__", "agreed[0][1]", "agreed[comm.rank][1]",
       "tests/tune/test_tune.py::test_rank_0_decides"),
     M("tokens-beyond-the-most", "more tokens than a layer was made for pass in pieces",
-      "training.expert_module:RoutedExperts.forward", "validation.number_of_tokens(self.comm.plan, len(tokens))",
+      "training.expert_module:RoutedExperts.forward", "checks.number_of_tokens(self.comm.plan, len(tokens))",
       "None", f"{EXPERTS_TEST}too_many_tokens_are_too_many_in_pieces_too[cpu2]"),
 )
 

@@ -1,0 +1,186 @@
+"""Rules of glances: each thing that a later call of a known kind is looked at for.
+
+No row is here for what only GPUs show: which of them weights, scales and results are on, and a graph under capture.
+"""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import M
+
+# fmt: off
+TEST = "tests/comm/test_glances.py::test_"
+DISPATCH, COMBINE = "comm.checks:dispatch_glance", "comm.checks:combine_glance"
+LIKE, AGAIN = "comm.checks:fits_like", "comm.checks:fits_rows_again"
+
+DISPATCHES = (
+    M("rows-of-any-width", "a later dispatch takes rows of any width", DISPATCH, "width == hidden", "True",
+      TEST + "dispatch[x with fewer columns]"),
+    M("tokens-of-any-number", "a later dispatch takes more tokens than there is room for", DISPATCH,
+      "num_tokens <= most", "True", TEST + "dispatch[too many tokens]"),
+    M("ids-of-any-shape", "ids of a later dispatch may be of any shape", DISPATCH, "ids.shape == shape", "True",
+      TEST + "dispatch[ids with fewer rows]", TEST + "dispatch[ids with fewer columns]"),
+    M("tokens-of-another-gpu", "x and ids of a later dispatch may be on another GPU", DISPATCH,
+      "x.get_device() == index == ids.get_device()", "True", TEST + "another_device"),
+    M("tokens-elsewhere", "x of a later dispatch may be on another kind of device", DISPATCH,
+      "x.is_cpu == on_cpu == ids.is_cpu", "on_cpu == ids.is_cpu", TEST + "dispatch[no x elsewhere]"),
+    M("ids-elsewhere", "ids of a later dispatch may be on another kind of device", DISPATCH,
+      "x.is_cpu == on_cpu == ids.is_cpu", "x.is_cpu == on_cpu", TEST + "dispatch[no ids elsewhere]"),
+    M("tokens-by-column", "x of a later dispatch may have any strides", DISPATCH, "x.is_contiguous()", "True",
+      TEST + "dispatch[x not contiguous]"),
+    M("ids-by-column", "ids of a later dispatch may have any strides", DISPATCH, "ids.is_contiguous()", "True",
+      TEST + "dispatch[ids not contiguous]"),
+    M("tokens-without-memory", "x of a later dispatch may be a view of memory that was freed", DISPATCH,
+      "x.untyped_storage().nbytes()", "True", TEST + "dispatch[view of freed x]"),
+    M("ids-without-memory", "ids of a later dispatch may be a view of memory that was freed", DISPATCH,
+      "ids.untyped_storage().nbytes()", "True", TEST + "dispatch[view of freed ids]"),
+    M("tokens-without-address", "x of a later dispatch may be a tensor that torch traces", DISPATCH,
+      "x.data_ptr()", "True", TEST + "dispatch[traced x]"),
+    M("ids-without-address", "ids of a later dispatch may be a tensor that torch traces", DISPATCH,
+      "ids.data_ptr()", "True", TEST + "dispatch[traced ids]"),
+    M("nothing-that-is-traced", "tensors of no tokens may be those that torch traces", DISPATCH,
+      "torch._is_functional_tensor(each)", "False", TEST + "dispatch[no traced x]"),
+    M("tangents-of-tokens", "a later dispatch loses tangents", DISPATCH, "forward_ad._current_level < 0", "True",
+      TEST + "what_is_around_a_dispatch"),
+    M("ids-of-no-expert", "ids of a later dispatch may name no expert", DISPATCH, "ids >= plan.num_experts",
+      "ids < -1", TEST + "ids_of_no_expert"),
+    M("ids-below-none", "ids of a later dispatch may be below -1", DISPATCH, "ids < -1", "ids >= plan.num_experts",
+      TEST + "ids_of_no_expert"),
+)
+
+WEIGHTS = (
+    M("weights-of-any-shape", "weights of a later dispatch may be of any shape", DISPATCH,
+      "weights.shape == shape", "True", TEST + "dispatch[weights with fewer rows]",
+      TEST + "dispatch[weights with fewer columns]"),
+    M("weights-elsewhere", "weights of a later dispatch may be on another kind of device", DISPATCH,
+      "weights.is_cpu == on_cpu", "True", TEST + "dispatch[no weights elsewhere]"),
+    M("weights-by-column", "weights of a later dispatch may have any strides", DISPATCH,
+      "weights.is_contiguous()", "True", TEST + "dispatch[weights not contiguous]"),
+    M("weights-without-address", "weights of a later dispatch may be a tensor that torch traces", DISPATCH,
+      "weights.data_ptr()", "True", TEST + "dispatch[traced weights]"),
+    M("weights-without-memory", "weights of a later dispatch may be a view of memory that was freed", DISPATCH,
+      "weights.untyped_storage().nbytes()", "True", TEST + "dispatch[view of freed weights]"),
+)
+
+OUT = (
+    M("room-for-exact-sizes", "a later dispatch of exact sizes takes tensors for its results", DISPATCH,
+      "results and not torch.is_grad_enabled() and fits_out(out)", "not torch.is_grad_enabled()",
+      TEST + "what_is_around_a_dispatch"),
+    M("room-beside-gradients", "a later dispatch writes to the caller's tensors where gradients are enabled",
+      DISPATCH, "not torch.is_grad_enabled()", "True", TEST + "what_is_around_a_dispatch"),
+    M("room-of-any-class", "a later dispatch takes anything for its results", DISPATCH,
+      "out.__class__ is not DispatchOut", "False", TEST + "dispatch[room that is no DispatchOut]"),
+    M("room-of-numbers", "a later dispatch takes a number for a result", DISPATCH,
+      "tensor.__class__ is not torch.Tensor", "False", TEST + "dispatch[room that is no tensor]"),
+    M("room-elsewhere", "a later dispatch writes to another kind of device", DISPATCH, "tensor.is_cpu != on_cpu",
+      "False", TEST + "dispatch[room elsewhere]"),
+    M("room-of-any-size", "tensors for the results of a later dispatch may be of any size", DISPATCH,
+      "(tensor.shape, tensor.stride(), tensor.dtype) != results.get(name)", "name not in results",
+      TEST + "dispatch[room for fewer rows]"),
+    M("room-by-column", "tensors for the results of a later dispatch may have any strides", DISPATCH,
+      "(tensor.shape, tensor.stride(), tensor.dtype) != results.get(name)",
+      "name not in results or (tensor.shape, tensor.dtype) != results[name][::2]", TEST + "dispatch[room by column]"),
+    M("room-of-any-dtype", "tensors for the results of a later dispatch may be of any dtype", DISPATCH,
+      "(tensor.shape, tensor.stride(), tensor.dtype) != results.get(name)",
+      "name not in results or (tensor.shape, tensor.stride()) != results[name][:2]",
+      TEST + "dispatch[room of another dtype]"),
+    M("room-for-what-is-not", "a later dispatch takes tensors for results that its layout has not", DISPATCH,
+      "(tensor.shape, tensor.stride(), tensor.dtype) != results.get(name)",
+      "name in results and (tensor.shape, tensor.stride(), tensor.dtype) != results[name]",
+      TEST + "dispatch[room for what the layout has not]"),
+    M("room-with-a-graph", "a later dispatch writes to a tensor that wants a gradient", DISPATCH,
+      "tensor.requires_grad", "False", TEST + "dispatch[room with a gradient]"),
+)
+
+SCALES = (
+    M("scales-of-any-shape", "scales of a later dispatch may be of any shape", DISPATCH,
+      "scales.shape == (num_tokens, blocks)", "True", TEST + "dispatch_of_fp8[scales with fewer rows]",
+      TEST + "dispatch_of_fp8[scales with fewer columns]"),
+    M("scales-elsewhere", "scales of a later dispatch may be on another kind of device", DISPATCH,
+      "scales.is_cpu == on_cpu", "True", TEST + "dispatch_of_fp8[no scales elsewhere]"),
+    M("scales-by-column", "scales of a later dispatch may have any strides", DISPATCH,
+      "scales.is_contiguous()", "True", TEST + "dispatch_of_fp8[scales not contiguous]"),
+    M("scales-without-address", "scales of a later dispatch may be a tensor that torch traces", DISPATCH,
+      "scales.data_ptr()", "True", TEST + "dispatch_of_fp8[traced scales]"),
+    M("scales-without-memory", "scales of a later dispatch may be a view of memory that was freed", DISPATCH,
+      "scales.untyped_storage().nbytes()", "True", TEST + "dispatch_of_fp8[view of freed scales]"),
+    M("later-scales-of-any-dtype", "scales of a later dispatch may be of any dtype", DISPATCH,
+      "scales.dtype is SCALE_DTYPE", "True", TEST + "dispatch_of_fp8[scales in bfloat16]"),
+    M("scales-with-a-graph", "scales of a later dispatch may want a gradient", DISPATCH, "not scales.requires_grad",
+      "True", TEST + "dispatch_of_fp8[scales that require grad]"),
+)
+
+COMBINES = (
+    M("y-of-any-class", "a later combine takes a list", COMBINE, "y.__class__ in PLAIN", "True",
+      TEST + "combine[y is a list]"),
+    M("y-of-any-shape", "a later combine takes any number of rows", COMBINE, "y.shape == shape", "True",
+      TEST + "combine[y with fewer rows]"),
+    M("y-of-another-gpu", "a later combine takes rows of another GPU", COMBINE, "y.get_device() == index", "True",
+      TEST + "another_device"),
+    M("y-elsewhere", "a later combine takes rows on another kind of device", COMBINE, "y.is_cpu == on_cpu", "True",
+      TEST + "combine[no y elsewhere]"),
+    M("y-by-column", "a later combine takes rows of any strides", COMBINE, "y.is_contiguous()", "True",
+      TEST + "combine[y not contiguous]"),
+    M("y-without-address", "a later combine takes rows that torch traces", COMBINE, "y.data_ptr() != 0", "True",
+      TEST + "combine[traced y]"),
+    M("y-without-memory", "a later combine takes a view of memory that was freed", COMBINE,
+      "y.untyped_storage().nbytes() != 0", "True", TEST + "combine[view of freed y]"),
+    M("no-y-that-is-traced", "a later combine of no rows takes what torch traces", COMBINE, "has_memory(y)", "True",
+      TEST + "combine[no traced y]"),
+    M("tangents-of-y", "a later combine loses tangents", COMBINE, "forward_ad._current_level < 0", "True",
+      TEST + "what_is_around_a_combine"),
+    M("home-weights-of-any-shape", "a later combine takes any weights", COMBINE,
+      "fits_like(weights, (num_tokens, top_k), WEIGHT_DTYPE, device)", "True",
+      TEST + "combine[weights with fewer rows]"),
+    M("home-weights-beside-gradients", "a later combine drops the gradient of its weights", COMBINE,
+      "fits_like(weights, (num_tokens, top_k), WEIGHT_DTYPE, device) and not needs_grad",
+      "fits_like(weights, (num_tokens, top_k), WEIGHT_DTYPE, device)", TEST + "what_is_around_a_combine"),
+    M("results-of-any-shape", "a later combine takes any tensor for its result", COMBINE,
+      "fits_like(out, (num_tokens, hidden), out_dtype, device)", "True", TEST + "combine[out with fewer rows]"),
+    M("results-beside-gradients", "a later combine writes to the caller's tensor where a gradient is wanted", COMBINE,
+      "fits_like(out, (num_tokens, hidden), out_dtype, device) and not needs_grad",
+      "fits_like(out, (num_tokens, hidden), out_dtype, device)", TEST + "what_is_around_a_combine"),
+)
+
+ONE_TENSOR = (
+    M("like-of-any-class", "a list passes for a tensor at a glance", LIKE, "tensor.__class__ is torch.Tensor", "True",
+      TEST + "like[a list]"),
+    M("like-of-any-dtype", "a tensor of another dtype passes a glance", LIKE, "tensor.dtype is dtype", "True",
+      TEST + "like[another dtype]"),
+    M("like-of-any-shape", "a tensor of another shape passes a glance", LIKE, "tensor.shape == shape", "True",
+      TEST + "like[x with fewer rows]", TEST + "like[x with fewer columns]"),
+    M("like-elsewhere", "a tensor on another device passes a glance", LIKE, "tensor.device == device", "True",
+      TEST + "another_device"),
+    M("like-by-column", "a tensor of any strides passes a glance", LIKE, "tensor.is_contiguous()", "True",
+      TEST + "like[x not contiguous]"),
+    M("like-without-address", "a tensor that torch traces passes a glance", LIKE, "tensor.data_ptr() != 0", "True",
+      TEST + "like[traced x]"),
+    M("like-without-memory", "a view of memory that was freed passes a glance", LIKE,
+      "tensor.untyped_storage().nbytes() != 0", "True", TEST + "like[view of freed x]"),
+    M("like-nothing", "a tensor of no rows that torch traces passes a glance", LIKE, "has_memory(tensor)", "True",
+      TEST + "right_tensors"),
+    M("like-with-a-graph", "a tensor that wants a gradient passes a glance", LIKE, "not tensor.requires_grad", "True",
+      TEST + "like[with a graph]"),
+    M("like-with-tangents", "a tensor passes a glance where tangents may be wanted", LIKE,
+      "forward_ad._current_level < 0", "True", TEST + "right_tensors"),
+)
+
+ROWS_AGAIN = (
+    M("again-in-threes", "three tensors pass for FP8 rows and their scales", AGAIN, "len(x) != 2", "False",
+      TEST + "rows_again[three tensors]"),
+    M("again-of-any-dtype", "rows of a dtype that nobody sends go again", AGAIN, "x.dtype in able.dtypes", "True",
+      TEST + "rows_again[rows of integers]", TEST + "rows_again[FP8 without scales]"),
+    M("again-of-other-tokens", "rows of any number go again", AGAIN,
+      "fits_like(x, (num_tokens, plan.hidden), x.dtype, device)", "True", TEST + "rows_again[fewer rows]"),
+    M("fp8-again-to-slots", "FP8 rows go again to slots at a glance", AGAIN, "layout != 'slots'", "True",
+      TEST + "right_rows_again"),
+    M("fp8-again-of-odd-width", "FP8 rows without whole blocks go again", AGAIN, "plan.hidden % FP8_BLOCK == 0",
+      "True", TEST + "right_rows_again"),
+    M("fp8-again-of-any-rows", "rows that are no FP8 go again with scales", AGAIN,
+      "fits_like(x, (num_tokens, plan.hidden), FP8_DTYPE, device)", "True",
+      TEST + "rows_again[scales of bfloat16 rows]", TEST + "rows_again[fewer FP8 rows]"),
+    M("fp8-again-of-any-scales", "FP8 rows go again with any scales", AGAIN,
+      "fits_like(scales, (num_tokens, plan.scales_per_token), SCALE_DTYPE, device)", "True",
+      TEST + "rows_again[fewer scales]", TEST + "rows_again[scales in float64]"),
+)
+
+MUTATIONS = DISPATCHES + WEIGHTS + SCALES + OUT + COMBINES + ONE_TENSOR + ROWS_AGAIN
