@@ -33,7 +33,7 @@ class SavedTensor:
         )
 
 
-def saved_tensors(outputs: Iterable[torch.Tensor], known: Iterable[torch.Tensor]) -> list[SavedTensor]:
+def saved_tensors(outputs: Iterable[torch.Tensor], left_out: Iterable[torch.Tensor]) -> list[SavedTensor]:
     """List every storage that the graph of ``outputs`` keeps, largest first.
 
     Custom nodes may name their saved tensors in ``saved_names``. Tensors in their other attributes count as well, and
@@ -41,9 +41,9 @@ def saved_tensors(outputs: Iterable[torch.Tensor], known: Iterable[torch.Tensor]
 
     Args:
         outputs: results of the graph.
-        known: tensors whose storages are left out, such as parameters.
+        left_out: tensors whose storages are left out, such as parameters.
     """
-    seen = {local_part(tensor.detach()).untyped_storage().data_ptr() for tensor in known}
+    seen = {local_part(tensor.detach()).untyped_storage().data_ptr() for tensor in left_out}
     saved: list[SavedTensor] = []
     for node in _nodes(output.grad_fn for output in outputs):
         for name, tensor in _tensors_of(node):

@@ -65,7 +65,7 @@ def require(condition: object, text: str) -> None:
 
 
 def refuse(**options: object) -> None:
-    """Raise NotServed for every option that is given: neither None, nor False, nor 0."""
+    """Raise NotServed for the first option that is neither None, nor False, nor 0."""
     for name, value in options.items():
         if value is not None and value is not False and not (isinstance(value, int) and value == 0):
             raise NotServed(f"{name} is not served by tokenloom; leave it out")
