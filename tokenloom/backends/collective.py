@@ -5,9 +5,9 @@ weights, FP8 scales), and one all-to-all of payload with one row per (token, ran
 and one all-to-all. ``all_to_all_single`` needs its sizes on the host, so both kinds of sizes read the counts there,
 and calls cannot be captured into CUDA graphs. Another exchange (exchange.py) makes another backend of it.
 
-Ranks that are masked take no part (:mod:`tokenloom.runtime.rank_group`). Ids of their experts become -1 before
-anything is counted. What a rank does not send that is lost in the middle of a call is left out when the call is
-received: a dispatch drops its rows, a sum its terms, and gradients are zero there.
+Masked ranks take no part (:mod:`tokenloom.runtime.rank_group`). Ids of their experts become -1 before anything is
+counted. A rank may be lost in the middle of a call. What it did not send is left out when the call is received: a
+dispatch drops its rows, a sum drops its terms, and gradients are zero there.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ T = TypeVar("T")
 
 
 class Sent(Generic[T]):
-    """A call whose payload is on its way.
+    """Call whose payload is on its way.
 
     Args:
-        wait: waits until it is here.
+        wait: waits until the payload is here.
         finish: makes the result.
     """
 
@@ -63,12 +63,13 @@ class Sent(Generic[T]):
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A payload on its way.
+    """Payload on its way.
 
     Attributes:
-        arriving: what brings it.
+        arriving: transfer that brings it.
         counts: rows of each source rank in it, or None where ``place`` picks them by the handle.
-        place: gives what the call returns, by a handle whose metadata may arrive after the payload was sent.
+        place: makes the result of the call from the handle and the payload. The metadata of the handle may arrive
+            after the payload was sent.
     """
 
     arriving: Arriving
@@ -76,17 +77,13 @@ class _Arrival:
     place: Callable[[CollectiveHandle, torch.Tensor], torch.Tensor]
 
     def without(self, ranks: frozenset[int]) -> torch.Tensor:
-        """The payload without that of these ranks."""
+        """Wait for the payload, and leave out what these ranks sent."""
         rows = self.arriving.wait()
         return rows if self.counts is None else rows_without(ranks, self.counts, rows)
 
 
 class PreparedByCollective:
-    """Dispatches of one kind, each of which prepares itself.
-
-    Args:
-        backend: makes them. kind: of all calls.
-    """
+    """Dispatches of one kind. Nothing is prepared: each call does everything anew."""
 
     is_stale, waits = False, True
 
@@ -100,7 +97,7 @@ class PreparedByCollective:
 
 
 class PreparedCombineByCollective:
-    """Combines of one kind; arguments as in :class:`PreparedByCollective`."""
+    """Combines of one kind; see :class:`PreparedByCollective`."""
 
     is_stale = False
 
@@ -122,8 +119,7 @@ class CollectiveBackend:
     """Dispatch and combine over ``all_to_all_single``. The payload travels between the halves of a call.
 
     Args:
-        plan, ranks: sizes and group.
-        exchange: what carries the rows; None: straight to their ranks.
+        exchange: carries the rows. None sends them straight to their ranks.
     """
 
     name = "collective"
@@ -158,14 +154,15 @@ class CollectiveBackend:
         ids = routing.without_ranks(topk_ids, self._ranks.masked, self._plan)
         send = routing.send_map(ids, self._plan)
         fields = dispatch_fields(self._ranks.step, kind)
-        told = self._exchange.counts(send, len(x))
-        table = self._open(fields, torch.cat([send.rows_per_rank, send.routes_per_expert, told]))
-        rows, routes, told_by_rank = np.split(table, np.cumsum([self._plan.num_ranks, self._plan.num_experts]), axis=1)
+        exchange_words = self._exchange.counts(send, len(x))
+        table = self._open(fields, torch.cat([send.rows_per_rank, send.routes_per_expert, exchange_words]))
+        ends = np.cumsum([self._plan.num_ranks, self._plan.num_experts])
+        rows, routes, words_by_rank = np.split(table, ends, axis=1)
         self._check_capacity(options, rows, routes)
         absent, num_tokens = self._absent, len(x)
         number = self._ranks.step  # a rank that comes back counts on from the same step
         with self._ranks.telling():
-            sizes = self._sizes(send, rows, routes, self._exchange.legs(rows, told_by_rank))
+            sizes = self._sizes(send, rows, routes, self._exchange.legs(rows, words_by_rank))
             if options.to_fp8:
                 x, scales = quantize_fp8(x, power_of_two_scales=options.power_of_two_scales)
             words, split = self._metadata(ids, topk_weights, scales)
@@ -181,8 +178,8 @@ class CollectiveBackend:
                 row_tokens, local_ids, weights, received_scales = split(rows_without(lost, sizes.received, words))
                 received = sizes.without(lost)
                 placement = self._place(options, received, local_ids)
-                what_came = (received, local_ids, weights, received_scales, placement, row_tokens)
-                handle = CollectiveHandle(options, number, num_tokens, *what_came, absent | lost)
+                arrivals = (received, local_ids, weights, received_scales, placement, row_tokens)
+                handle = CollectiveHandle(options, number, num_tokens, *arrivals, absent | lost)
                 arrived = payload.place(handle, payload.without(lost))
                 if out is not None:
                     handle.write_to(out, arrived)
@@ -191,7 +188,7 @@ class CollectiveBackend:
         return Sent(wait, finish)
 
     def _check_capacity(self, options: DispatchOptions, rows: np.ndarray, routes: np.ndarray) -> None:
-        """All ranks know all counts, so all of them raise, or remember the overflow, alike."""
+        """Raise an overflow, or remember it for the next call. All ranks do alike, since all know all counts."""
         if options.capacity is None:
             return
         if options.layout == "slots":
@@ -240,14 +237,14 @@ class CollectiveBackend:
         torch.Tensor,
         Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]],
     ]:
-        """Numbers, ids, weights and scales of this rank's tokens as int32 words, the same for all ranks they go to.
+        """Pack numbers, ids, weights and scales of this rank's tokens into int32 words, the same for all ranks.
 
         Args:
-            ids: [T, K], of which those of masked ranks are -1.
+            ids: [T, K]. Those of masked ranks are -1.
 
         Returns:
-            The words [T, n], and what splits those that arrive: tokens [R], local ids [R, K], weights [R, K] and
-            scales [R, H / 128].
+            The words [T, n], and a function that splits received words into tokens [R], local ids [R, K], weights
+            [R, K] and scales [R, H / 128].
         """
         parts = [torch.arange(len(ids), dtype=torch.int32, device=ids.device)[:, None], ids.to(torch.int32)]
         if topk_weights is not None:
@@ -275,7 +272,7 @@ class CollectiveBackend:
     def _send_dispatch(
         self, sizes: Sizes, x: torch.Tensor, strategy: str, words: torch.Tensor
     ) -> tuple[Arriving, _Arrival]:
-        """Send metadata and payload of a dispatch; together where both go to the same ranks."""
+        """Send metadata and payload of a dispatch, together if both go to the same ranks."""
         if strategy == "dedup":
             sent = self._exchange.spread(sizes, {"metadata": words, "payload": x})
             payload = _Arrival(sent["payload"], sizes.received, lambda handle, rows: handle.place(rows))
@@ -318,7 +315,7 @@ class CollectiveBackend:
         return _Arrival(transfer, sizes.routes_received, place)
 
     def _row_homes(self, handle: CollectiveHandle) -> torch.Tensor:
-        """int64 [R]: which of [W * M] tokens of all ranks each received row is."""
+        """Number each received row among the [W * M] tokens of all ranks: int64 [R]."""
         device = handle.row_tokens.device
         ranks = torch.arange(self._plan.num_ranks, device=device)
         sources = torch.repeat_interleave(ranks, torch.tensor(handle.sizes.received, device=device))
@@ -375,7 +372,14 @@ class CollectiveBackend:
     def _send_dense(
         self, handle: CollectiveHandle, partial: torch.Tensor, order: torch.Tensor
     ) -> tuple[Arriving, list[int], torch.Tensor]:
-        """Partial sums [R, H] as a dense [W, M, H] of all ranks' tokens; ``order``: of those that were sent."""
+        """Send partial sums [R, H] home as a dense [W, M, H] of all ranks' tokens.
+
+        Args:
+            order: position matrix of the rows that the dispatch sent.
+
+        Returns:
+            The transfer, rows of each rank in it, and the position matrix of dense rows.
+        """
         num_ranks, room = self._plan.num_ranks, self._plan.max_tokens_per_rank
         dense = partial.new_zeros(num_ranks * room, partial.shape[1])
         dense[self._row_homes(handle)] = partial
@@ -402,17 +406,17 @@ class CollectiveBackend:
         sent = self._gradient(handle, "rows again", lambda: self._send_places(handle.sizes, together, strategy))
 
         def split() -> Rows:
-            found, hidden = sent.receive(), self._plan.hidden
-            scales_found = found[:, hidden:].contiguous().view(scales.dtype)
-            return found[:, :hidden].contiguous().view(rows.dtype), scales_found
+            received, hidden = sent.receive(), self._plan.hidden
+            received_scales = received[:, hidden:].contiguous().view(scales.dtype)
+            return received[:, :hidden].contiguous().view(rows.dtype), received_scales
 
         return Sent(sent.wait, split)
 
     def send_rows(self, handle: CollectiveHandle, values: torch.Tensor, strategy: str = "dedup") -> Sent[torch.Tensor]:
         return self._gradient(handle, "rows again", lambda: self._send_rows(handle.sizes, values, strategy))
 
-    def _gradient(self, handle: CollectiveHandle, what: str, send: Callable[[], _Arrival]) -> Sent[torch.Tensor]:
-        self._open(gradient_fields(handle.number, what))
+    def _gradient(self, handle: CollectiveHandle, call: str, send: Callable[[], _Arrival]) -> Sent[torch.Tensor]:
+        self._open(gradient_fields(handle.number, call))
         with self._ranks.telling():
             arrival = send()
 
@@ -464,7 +468,7 @@ class CollectiveBackend:
     def _open(
         self, fields: dict[str, Field], counts: torch.Tensor | None = None, fault: Exception | None = None
     ) -> np.ndarray:
-        """Open a call: the counts of all ranks."""
+        """Open a call, and return the counts of all ranks."""
         num_counts = self._plan.num_ranks + self._plan.num_experts + self._exchange.num_counts
         table, absent = handshake(self._ranks, fields, counts, num_counts, fault)
         self._exchange.open(absent)
@@ -472,7 +476,7 @@ class CollectiveBackend:
         return table
 
     def report_fault(self, fault: Exception, upcoming: Sequence[Upcoming]) -> None:
-        self._open({"call": upcoming[0].name}, None, fault)  # which ends the others' call: nobody opens the next
+        self._open({"call": upcoming[0].name}, None, fault)  # ends the others' call; nobody opens the next
 
     def check(self, wait: Wait) -> None:
         overflow, self._overflow = self._overflow, None
@@ -487,7 +491,7 @@ class CollectiveBackend:
 
 
 def _sum_at_home(arriving: Arriving, counts: list[int], order: torch.Tensor, dtype: torch.dtype) -> ArrivingSum:
-    """Sums of terms that come home, so many from each rank, in the order of a position matrix."""
+    """Add terms that come home, ``counts[r]`` from rank r, in the order of a position matrix."""
 
     def add(terms: torch.Tensor) -> torch.Tensor:
         return routing.ordered_sum(terms, terms_without(arriving.lost, counts, order), dtype=dtype)

@@ -1,4 +1,4 @@
-"""What backend "collective" remembers of a dispatch."""
+"""Handle of a dispatch by backend "collective"."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tokenloom.plan import ROUTE_LAYOUTS
 
 @dataclass(frozen=True)
 class Sizes:
-    """Who sends how much to whom in one dispatch, and back in its combine.
+    """Sizes of all transfers of one dispatch, and of its combine back.
 
     Attributes:
-        send: the rows that this rank sends.
+        send: rows that this rank sends.
         sent, received: (token, rank) rows to and from each rank.
         routes_sent, routes_received: routes to and from each rank.
         route_counts: routes from each rank to each local expert.
-        legs: what the exchange has to know besides.
+        legs: further sizes, which only the exchange reads.
     """
 
     send: routing.SendMap
@@ -34,7 +34,7 @@ class Sizes:
     legs: Any = None
 
     def without(self, sources: frozenset[int]) -> Sizes:
-        """The same, but nothing came from these ranks."""
+        """Copy the sizes, with nothing received from these ranks."""
         if not sources:
             return self
 
@@ -47,7 +47,7 @@ class Sizes:
 
 
 def rows_without(ranks: frozenset[int], counts: list[int], rows: torch.Tensor) -> torch.Tensor:
-    """Contiguous rows, of which the first ``counts[0]`` came from rank 0, and so on: without those of some ranks."""
+    """Leave out the rows of some ranks. The first ``counts[0]`` rows came from rank 0, and so on."""
     if not ranks:
         return rows
     parts = rows.view(torch.uint8).split(counts)  # bytes, since FP8 cannot be concatenated
@@ -55,27 +55,26 @@ def rows_without(ranks: frozenset[int], counts: list[int], rows: torch.Tensor) -
 
 
 def terms_without(ranks: frozenset[int], counts: list[int], positions: torch.Tensor) -> torch.Tensor:
-    """A position matrix of such rows: with -1 for those of some ranks."""
+    """Put -1 for the rows of some ranks in a position matrix; rows lie as in :func:`rows_without`."""
     if not ranks:
         return positions
     gone = [rank in ranks for rank, count in enumerate(counts) for _ in range(count)]
-    gone.append(False)  # which a position of -1 finds
+    gone.append(False)  # a position of -1 reads this one
     return torch.where(torch.tensor(gone, device=positions.device)[positions], -1, positions)
 
 
 @dataclass(frozen=True)
 class CollectiveHandle:
-    """A dispatch as this rank remembers it. R: received rows, in the order (source rank, token).
+    """Dispatch as this rank remembers it. R: received rows, in the order (source rank, token).
+
+    Attributes not listed are those of :class:`tokenloom.backends.seam.Handle`.
 
     Attributes:
-        options, number, num_tokens: as of every handle.
-        sizes: who sends how much to whom.
         local_ids: int32 [R, K].
         weights: [R, K], zero where there is no route, or None.
         received_scales: float32 [R, H / 128] for FP8, else None.
-        placement: where the received rows lie in the output.
-        row_tokens: int32 [R], which token of its source each received row is.
-        masked: as of every handle.
+        placement: places of the received rows in the output.
+        row_tokens: int32 [R], token of each received row on its source rank.
     """
 
     options: DispatchOptions
@@ -103,22 +102,22 @@ class CollectiveHandle:
 
     @property
     def counts(self) -> RoutedCounts:
-        place = self.placement
+        placement = self.placement
 
         def int32(values: int | list[int] | list[list[tuple[int, int]]]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self.local_ids.device)
 
         return RoutedCounts(
-            num_rows=place.num_rows if self.options.sizes == "exact" else int32(place.num_rows),
-            source_counts=int32(place.source_counts),
-            expert_counts=int32(place.expert_counts),
-            expert_offsets=None if place.offsets is None else int32(place.offsets),
-            slot_ranges=None if place.slot_ranges is None else int32(place.slot_ranges),
+            num_rows=placement.num_rows if self.options.sizes == "exact" else int32(placement.num_rows),
+            source_counts=int32(placement.source_counts),
+            expert_counts=int32(placement.expert_counts),
+            expert_offsets=None if placement.offsets is None else int32(placement.offsets),
+            slot_ranges=None if placement.slot_ranges is None else int32(placement.slot_ranges),
         )
 
     @property
     def topk_ids(self) -> torch.Tensor:
-        return self.place(self.local_ids + 1) - 1  # no row, no route: -1
+        return self.place(self.local_ids + 1) - 1  # places without a row get -1
 
     @property
     def topk_weights(self) -> torch.Tensor | None:
@@ -136,10 +135,10 @@ class CollectiveHandle:
         return lay_out_scales(scales.unflatten(0, (-1, self.options.capacity)), self.options.scale_layout)
 
     def let_go(self) -> None:
-        pass  # they lie beside what combine needs
+        pass  # scales lie beside what combine needs
 
     def use_ids(self, ids: torch.Tensor) -> None:
-        pass  # those that were given are not read again
+        pass  # the handle has the ids of the dispatch, and never reads the caller's
 
     def ids(self) -> torch.Tensor:
         return routing.ids_of(self.sizes.send, self.num_tokens, len(self.sizes.route_counts[0]))
@@ -148,13 +147,13 @@ class CollectiveHandle:
         return self.placement.positions
 
     def place(self, rows: torch.Tensor) -> torch.Tensor:
-        """Received rows [R, h] -> their places in the output [places, h], zero where no row lies."""
+        """Put received rows [R, h] at their places in the output [places, h], which is zero elsewhere."""
         if self.options.layout == "token" and len(rows) == self.placement.num_places:
             return rows  # the order of arrival is the order of the layout
         return routing.scatter_rows(rows, self.placement.positions, self.placement.num_places)
 
     def write_to(self, out: DispatchOut, rows: torch.Tensor) -> None:
-        """Fill the caller's tensors with the results of the dispatch, of which rows are [places, H]."""
+        """Fill the caller's tensors with the results of the dispatch. ``rows`` are [places, H]."""
         counts = vars(self.counts)
         for name, tensor in vars(out).items():
             if tensor is not None:

@@ -1,6 +1,6 @@
-"""How rows of tokens get to the ranks of their experts and back, between the handshake and the layouts.
+"""Exchange of rows between ranks, after the handshake and before the layouts.
 
-The collective backend counts, opens calls, places rows and sums them. What carries the rows is an :class:`Exchange`:
+The collective backend counts, opens calls, places rows and sums them. An :class:`Exchange` carries the rows:
 :class:`FlatExchange` sends each row straight to its rank; that of backend "network" goes over nodes.
 """
 
@@ -22,28 +22,28 @@ class Arriving(Protocol):
     """Rows on their way."""
 
     def wait(self) -> torch.Tensor:
-        """The rows. Waiting again gives the same."""
+        """Wait for the rows. A second wait gives the same rows."""
 
     @property
     def lost(self) -> frozenset[int]:
-        """Ranks whose rows did not come, which are zero. Known once the rows were waited for."""
+        """Ranks whose rows did not come. Their rows are zero. Known after :meth:`wait`."""
 
 
 class ArrivingSum(Protocol):
     """Terms of sums on their way home."""
 
     def wait(self) -> object:
-        """Wait until they are here."""
+        """Wait for the terms."""
 
     def receive(self) -> torch.Tensor:
-        """The sums, [T, H] of the dtype that they are computed in. Called once."""
+        """Add the terms: [T, H], in the dtype of the computation. Called once."""
 
 
 class Exchange(Protocol):
-    """What carries rows. All ranks call it alike, and every transfer starts before a method returns.
+    """Carrier of rows. All ranks call it alike, and every transfer starts before a method returns.
 
-    A method may wait for a transfer before it starts the next. So the order of transfers is that of the calls, however
-    late and in whatever order their results are received.
+    A method may wait for a transfer before it starts the next. So transfers keep the order of the calls, even if their
+    results are received late or in another order.
 
     Attributes:
         num_counts: int64 words that a rank tells the others beside the counts of a dispatch.
@@ -52,32 +52,32 @@ class Exchange(Protocol):
     num_counts: int
 
     def open(self, absent: frozenset[int]) -> None:
-        """A call has opened, in which these ranks take no part: the same on all ranks that do."""
+        """Note the ranks that take no part in the call that has opened. All others pass the same."""
 
     def counts(self, send: routing.SendMap, num_tokens: int) -> torch.Tensor:
-        """Those words of this rank, int64 [num_counts]."""
+        """Count this rank's words for the others: int64 [num_counts]."""
 
-    def legs(self, rows: np.ndarray, told: np.ndarray) -> Any:
-        """What :attr:`Sizes.legs` keeps of the counts.
+    def legs(self, rows: np.ndarray, words: np.ndarray) -> Any:
+        """Make :attr:`Sizes.legs` from the counts.
 
         Args:
             rows: int64 [W, W], (token, rank) rows of each rank to each.
-            told: int64 [W, num_counts], the words of all ranks.
+            words: int64 [W, num_counts], from :meth:`counts` of all ranks.
         """
 
     def spread(self, sizes: Sizes, parts: Mapping[str, torch.Tensor]) -> dict[str, Arriving]:
-        """Send values of this rank's tokens to the ranks that these go to.
+        """Send values of this rank's tokens to the ranks of their experts.
 
         Args:
             sizes: of the dispatch.
             parts: [T, w] of any dtype, by name.
 
         Returns:
-            For each part what brings [R, w], in the order (source rank, token).
+            A transfer of [R, w] for each part, in the order (source rank, token).
         """
 
     def bring_home(self, sizes: Sizes, rows: torch.Tensor, phase: str) -> Arriving:
-        """Send rows [R, w] back; what brings [n, w] in the order of ``sizes.send``."""
+        """Send rows [R, w] back. The transfer gives [n, w] in the order of ``sizes.send``."""
 
     def send_sums(
         self, sizes: Sizes, rows: torch.Tensor, tokens: torch.Tensor, order: torch.Tensor, dtype: torch.dtype
@@ -86,15 +86,15 @@ class Exchange(Protocol):
 
         Args:
             rows: [R, H] of the wire's dtype.
-            tokens: int32 [R], which token of its source each row is.
-            order: int64 [T, W], where each (token, rank) lies in the order of ``sizes.send``, -1 for none.
+            tokens: int32 [R], token of each row on its source rank.
+            order: int64 [T, W], position of each (token, rank) in the order of ``sizes.send``, -1 for none.
             dtype: of the sums.
         """
 
     def start_all_to_all(
         self, rows: torch.Tensor, send_counts: list[int], recv_counts: list[int], phase: str
     ) -> Arriving:
-        """Send rows straight to their ranks, as :meth:`RankGroup.start_all_to_all`."""
+        """Send rows straight to their ranks, as :meth:`RankGroup.start_all_to_all` does."""
 
 
 class Here:
@@ -110,7 +110,7 @@ class Here:
 
 
 class Then:
-    """What is made of rows once they have come."""
+    """Rows on their way to a function, which runs once they have come."""
 
     def __init__(self, arriving: Arriving, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._arriving, self._make = arriving, make
@@ -127,7 +127,7 @@ class Then:
 
 
 class SumOnArrival:
-    """A sum whose terms are on their way."""
+    """Sum whose terms are on their way."""
 
     def __init__(self, arriving: Arriving, add: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._arriving, self._add = arriving, add
@@ -140,7 +140,7 @@ class SumOnArrival:
 
 
 class FlatExchange:
-    """Every row goes straight to its rank, by one all-to-all for each part."""
+    """Exchange that sends every row straight to its rank, by one all-to-all for each part."""
 
     num_counts = 0
 
@@ -153,7 +153,7 @@ class FlatExchange:
     def counts(self, send: routing.SendMap, num_tokens: int) -> torch.Tensor:
         return send.rows_per_rank.new_empty(0)
 
-    def legs(self, rows: np.ndarray, told: np.ndarray) -> None:
+    def legs(self, rows: np.ndarray, words: np.ndarray) -> None:
         return None
 
     def spread(self, sizes: Sizes, parts: Mapping[str, torch.Tensor]) -> dict[str, Arriving]:

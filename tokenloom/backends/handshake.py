@@ -1,7 +1,7 @@
-"""The handshake that opens every call of a backend over torch.distributed: status, what must agree, and all counts.
+"""Handshake that opens every call over torch.distributed: status, fields that must agree, and all counts.
 
-It is the opening of a call (:mod:`tokenloom.runtime.openings`), whose words are the counts. A fault that only one rank
-can see is thereby an error on all of them, before any payload moves.
+It is the opening of a call (:mod:`tokenloom.runtime.openings`), with counts as its words. So a fault that only one
+rank can see is an error on all ranks, before any payload moves.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ def handshake(
 ) -> tuple[np.ndarray, frozenset[int]]:
     """Exchange status, fields and counts; raise on every rank if anything is wrong on any other.
 
-    Waits for the other ranks as long as opening a call may take.
+    It waits for the other ranks as long as opening a call may take.
 
     Args:
-        ranks: the group.
-        fields: what must be the same on all ranks.
+        fields: values that must be the same on all ranks, by name.
         counts: int64 [num_counts] on the group's device, or None for zeros.
         fault: this rank's own error, which the caller raises once the others know of it.
 
     Returns:
-        int64 [W, num_counts], the counts of every rank, zeros for those that take no part; and who does not. All
-        ranks that take part get the same.
+        (int64 [W, num_counts], ranks that take no part). The counts of such ranks are zero. All ranks that take part
+        get the same.
 
     Raises:
-        PeerError, PlanMismatch, PeerTimeout: as of :meth:`RankGroup.open`.
+        PeerError, PlanMismatch, PeerTimeout: see :meth:`RankGroup.open`.
     """
     if counts is None:
         counts = torch.zeros(num_counts, dtype=torch.int64, device="cpu")
@@ -40,16 +39,16 @@ def handshake(
     return table.numpy(), absent
 
 
-def dispatch_fields(number: int, kind: DispatchKind, meant: DispatchOptions | None = None) -> dict[str, Field]:
-    """What ranks must agree on in a dispatch, the ``number``-th of its communicator.
+def dispatch_fields(number: int, kind: DispatchKind, user_options: DispatchOptions | None = None) -> dict[str, Field]:
+    """List the fields of a dispatch, the ``number``-th of its communicator, that all ranks must agree on.
 
     Args:
-        meant: options that the user asked for, where this dispatch is a part of that call.
+        user_options: options that the user passed, if they differ from those of ``kind``.
     """
     return {
         "call": "dispatch",
         NUMBER: number,
-        **vars(meant or kind.options),
+        **vars(user_options or kind.options),
         "x.dtype": kind.x_dtype,
         "packed scales": kind.scale_words,
         "topk_weights.dtype": kind.weights_dtype,
@@ -59,7 +58,7 @@ def dispatch_fields(number: int, kind: DispatchKind, meant: DispatchOptions | No
 
 
 def combine_fields(number: int, options: CombineOptions) -> dict[str, Field]:
-    """What ranks must agree on in a combine of the ``number``-th dispatch."""
+    """List the fields of a combine of the ``number``-th dispatch that all ranks must agree on."""
     rest = {name: value for name, value in vars(options).items() if name not in ("needs_grad", "strategy")}
     return {
         "call": "combine",
@@ -71,6 +70,6 @@ def combine_fields(number: int, options: CombineOptions) -> dict[str, Field]:
     }
 
 
-def gradient_fields(number: int, what: str) -> dict[str, Field]:
-    """What ranks must agree on in a transfer of backward that belongs to the ``number``-th dispatch."""
-    return {"call": what, NUMBER: number}
+def gradient_fields(number: int, call: str) -> dict[str, Field]:
+    """List the fields of a transfer in backward, by the ``number``-th dispatch, that all ranks must agree on."""
+    return {"call": call, NUMBER: number}

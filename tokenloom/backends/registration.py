@@ -1,4 +1,4 @@
-"""What a backend says of itself, so that one can be added without a change elsewhere."""
+"""Registration of a backend: what it says of itself, and what a communicator asks it for."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tokenloom.runtime.topology import Topology
 
 @dataclass(frozen=True)
 class Request:
-    """What a communicator asks for.
+    """Request of a communicator for a backend.
 
     Attributes:
         transport: what torch.distributed uses for ``device``: "gloo", "nccl", ..., or "local" for a process alone.
-        device: where the tensors are.
-        name: of a backend, or "auto".
-        plan: sizes, where they are known.
-        dtype: of the tokens, where it is known.
+        device: device of the tensors.
+        name: name of a backend, or "auto".
+        plan: sizes, or None if they are not known.
+        dtype: dtype of the tokens, or None if it is not known.
         num_sms: SMs that a kernel may take.
         checked: the host reads ids, and the outcome of every call, before it returns.
-        between_nodes: what is to carry rows between nodes, "auto" or one of ``base.TRANSPORTS``.
-        ranks_per_node: ranks of each node, where nodes are pretended.
+        between_nodes: transport of rows between nodes, "auto" or one of ``seam.TRANSPORTS``.
+        ranks_per_node: ranks of each pretended node; None finds the nodes.
     """
 
     transport: str
@@ -41,7 +41,7 @@ class Request:
     ranks_per_node: int | None = None
 
     def must_agree(self) -> dict[str, Any]:
-        """What all ranks have to ask for alike."""
+        """List what all ranks have to ask for alike."""
         names = ("dtype", "num_sms", "checked", "ranks_per_node")
         options = {"backend": self.name, "transport": self.between_nodes}
         options |= {name: getattr(self, name) for name in names}
@@ -50,13 +50,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether a backend works on one rank.
+    """Availability of a backend on one rank.
 
     Attributes:
-        name: of the backend.
-        works: whether it does, as far as this rank can say alone.
-        why: what it runs on, or why it does not work.
-        facts: what :attr:`Registration.objections` compares between ranks.
+        works: whether it works, as far as this rank can say alone.
+        why: hardware and software that it runs on, or the reason why it does not work.
+        facts: values that :attr:`Registration.objections` compares between ranks.
     """
 
     name: str
@@ -66,27 +65,27 @@ class Availability:
 
 
 def no_objections(by_rank: Sequence[Availability]) -> list[tuple[int, str]]:
-    """For a backend that works wherever it works on each rank."""
+    """Return no objection: the backend works wherever each rank says that it does."""
     return []
 
 
 def on_any_nodes(topology: Topology) -> str | None:
-    """For a backend that works however ranks lie on nodes."""
+    """Return no reason against any nodes."""
     return None
 
 
 @dataclass(frozen=True)
 class Registration:
-    """A backend that communicators may use.
+    """Backend that communicators may use.
 
     Attributes:
-        name: unique.
-        capabilities: what it can do, but for what a communicator asks for.
-        probe: whether it works on this rank. Tries what can be tried without the other ranks, and never raises for
-            what does not work here. May raise InvalidArgument for a request that is wrong everywhere.
+        name: unique name.
+        capabilities: what it can do by default; a request such as ``checked`` may change that.
+        probe: tells whether the backend works on this rank. It tries what it can without the other ranks. It raises
+            InvalidArgument only for a request that is wrong everywhere.
         make: makes the backend. Collective; fails on all ranks alike.
-        objections: (rank, why) for each rank that cannot take part, from what all ranks found.
-        why_not_on: why it does not work on these nodes, or None.
+        objections: lists (rank, reason) for each rank that cannot take part, from the availability on all ranks.
+        why_not_on: gives the reason why it does not work on these nodes, or None.
     """
 
     name: str

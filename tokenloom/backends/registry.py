@@ -1,4 +1,4 @@
-"""Which backends exist, which work here, and which one ``auto`` picks."""
+"""Registry of backends: which exist, which work here, and which one ``auto`` picks."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _registered: list[Registration] = [peers.REGISTRATION, _network, collective.REGI
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend in use.
+    """Backend in use.
 
     Attributes:
         backend: made for one communicator.
-        why: what it runs on.
-        not_picked: why each better one was not picked.
+        why: hardware and software that it runs on.
+        not_picked: reasons why better backends were not picked.
     """
 
     backend: Backend
@@ -61,15 +61,15 @@ class Choice:
 
 
 def names() -> tuple[str, ...]:
-    """All backends, best first."""
+    """List the names of all backends, best first."""
     return tuple(each.name for each in _registered)
 
 
 def capabilities(name: str) -> Capabilities:
-    """What a backend can do, wherever it works.
+    """Look up what a backend can do where it works.
 
     Raises:
-        InvalidArgument: there is none of that name.
+        InvalidArgument: no backend has that name.
     """
     if name not in names():
         raise InvalidArgument(f"backend is {name!r}, expected one of {', '.join(names())}")
@@ -84,25 +84,25 @@ def availability(
     ranks_per_node: int | None = None,
     name: str = "auto",
 ) -> list[Availability]:
-    """Every backend, best first, as it works on this machine; for arguments see :class:`Request`.
+    """List every backend, best first, with whether it works on this machine; for arguments see :class:`Request`.
 
-    Without ``ranks_per_node`` all ranks are on this one node. Some backends work only for who asks for their name.
+    Without ``ranks_per_node`` all ranks are on this one node. Some backends work only if ``name`` asks for them.
     """
     num_ranks = 1 if plan is None else plan.num_ranks
     nodes = pretended(num_ranks, ranks_per_node or num_ranks)
 
-    def on_nodes(found: Availability, why_not: str | None) -> Availability:
-        return found if why_not is None else Availability(found.name, False, why_not)
+    def on_nodes(on_rank: Availability, why_not: str | None) -> Availability:
+        return on_rank if why_not is None else Availability(on_rank.name, False, why_not)
 
-    found = probe(Request(transport, device, name, plan, dtype, ranks_per_node=ranks_per_node))
-    return [on_nodes(each, entry.why_not_on(nodes)) for each, entry in zip(found, _registered, strict=True)]
+    probed = probe(Request(transport, device, name, plan, dtype, ranks_per_node=ranks_per_node))
+    return [on_nodes(each, entry.why_not_on(nodes)) for each, entry in zip(probed, _registered, strict=True)]
 
 
 def probe(request: Request) -> list[Availability]:
-    """Every backend, best first, as it works on this rank for this request.
+    """Ask every backend, best first, whether it works on this rank for this request.
 
     Raises:
-        InvalidArgument: no backend has the name that is asked for, or rows are to cross nodes by something unknown.
+        InvalidArgument: the request names an unknown backend, or an unknown transport.
     """
     if request.name not in ("auto", *names()):
         raise InvalidArgument(f"backend is {request.name!r}, expected one of auto, {', '.join(names())}")
@@ -117,23 +117,28 @@ def choose(
     topology: Topology | None = None,
     between_nodes: str = "auto",
 ) -> tuple[str, list[str]]:
-    """The best backend that all ranks think works, and why each better one was not picked.
+    """Choose the best backend that works on all ranks.
 
-    What is for several nodes is passed over without a word on one.
+    On one node, backends for several nodes are passed over without a reason.
 
     Args:
-        topology: the nodes. None: they are not known yet. "auto" then takes them for one, and whoever asks for a
-            backend by its name knows that it runs on them.
-        between_nodes: what is to carry rows between nodes.
+        name: name of a backend, or "auto".
+        by_rank: result of :func:`probe` on every rank.
+        topology: the nodes, or None if they are not known yet. "auto" then assumes one node. A backend that is asked
+            for by name is assumed to run on the nodes.
+        between_nodes: transport of rows between nodes.
+
+    Returns:
+        (its name, reasons why better ones were not picked).
 
     Raises:
-        BackendUnavailable: the one asked for does not work on some rank; the message says where and why.
+        BackendUnavailable: the backend asked for does not work on some rank; the message says where and why.
         PlanMismatch: the ranks have not registered the same backends.
     """
-    known = [", ".join(each.name for each in found) for found in by_rank]
-    for rank, theirs in enumerate(known):
-        if theirs != known[0]:
-            raise PlanMismatch(rank, "backends", theirs, known[0])
+    backends = [", ".join(each.name for each in of_rank) for of_rank in by_rank]
+    for rank, theirs in enumerate(backends):
+        if theirs != backends[0]:
+            raise PlanMismatch(rank, "backends", theirs, backends[0])
     reasons: dict[str, str] = {}
     nodes = topology or Topology.together(len(by_rank))
     if between_nodes == "nvlink" and nodes.num_nodes > 1:
@@ -155,9 +160,9 @@ def choose(
             if nodes.num_nodes > 1:
                 reasons[candidate.name] = reason
             continue
-        found = [of_rank[index] for of_rank in by_rank]
-        failing = [(rank, each.why) for rank, each in enumerate(found) if not each.works]
-        failing = failing or candidate.objections(found)
+        on_ranks = [of_rank[index] for of_rank in by_rank]
+        failing = [(rank, each.why) for rank, each in enumerate(on_ranks) if not each.works]
+        failing = failing or candidate.objections(on_ranks)
         if name in ("auto", candidate.name) and not failing:
             return candidate.name, list(reasons.values())
         if failing:
@@ -175,24 +180,25 @@ def choose(
 
 
 def _with_cure(reason: str, cure: str) -> str:
-    """A reason with what to do, unless it says so by itself."""
+    """Add a cure to a reason that has none."""
     return reason if "; pass " in reason or ", pass " in reason else f"{reason}; {cure}"
 
 
 def make(request: Request, ranks: RankGroup, by_rank: Sequence[Sequence[Availability]]) -> Choice:
     """Make the best backend that works. Collective: every rank makes the same one.
 
-    A backend that all ranks expected to work may fail when it is made, say because one process cannot map another's
-    memory. "auto" then goes on to the next.
+    A backend may fail when it is made although all ranks expected it to work: one process may not map another's
+    memory, for example. "auto" then goes on to the next.
 
     Args:
-        by_rank: what :func:`probe` found on every rank.
+        by_rank: result of :func:`probe` on every rank.
 
     Raises:
-        BackendUnavailable, PlanMismatch: as :func:`choose`.
-        InvalidArgument, torch.OutOfMemoryError: of this rank, whatever the backend. PeerError: of another.
+        BackendUnavailable, PlanMismatch: see :func:`choose`.
+        InvalidArgument, torch.OutOfMemoryError: this rank's error, which no other backend would cure.
+        PeerError: such an error of another rank.
     """
-    left = [list(found) for found in by_rank]
+    left = [list(of_rank) for of_rank in by_rank]
     reasons: list[str] = []
     while True:
         name, more = choose(request.name, left, ranks.topology, request.between_nodes)
@@ -205,27 +211,27 @@ def make(request: Request, ranks: RankGroup, by_rank: Sequence[Sequence[Availabi
         left[made.rank][index] = Availability(name, False, f"it failed when it was made: {made.text}")
 
 
-def make_alone(name: str, request: Request, ranks: RankGroup, found: Sequence[Availability]) -> Choice:
+def make_alone(name: str, request: Request, ranks: RankGroup, probed: Sequence[Availability]) -> Choice:
     """Make the backend that the other ranks have already.
 
     Args:
-        name: that :func:`choose` gave.
-        found: what :func:`probe` found on this rank.
+        name: result of :func:`choose`.
+        probed: result of :func:`probe` on this rank.
     """
     index = names().index(name)
-    return Choice(_registered[index].make(request, ranks), found[index].why, [])
+    return Choice(_registered[index].make(request, ranks), probed[index].why, [])
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why a backend could not be made, as a rank says it that failed of itself."""
+    """Failure of a rank to make a backend, in its own words."""
 
     rank: int
     text: str
 
 
 def _try(registration: Registration, request: Request, ranks: RankGroup) -> Backend | _Failure:
-    """The backend, or why it failed: the same on all ranks."""
+    """Make a backend, or say why it failed. All ranks get the same answer."""
     backend: Backend | None = None
     error: Exception | None = None
     try:
@@ -240,7 +246,7 @@ def _try(registration: Registration, request: Request, ranks: RankGroup) -> Back
     own = Verdict(False)
     if error is not None:
         own = Verdict(True, _is_fatal(error), isinstance(error, PeerError), str(error))
-    while True:  # others may have been at an earlier step, which has failed for them now
+    while True:  # other ranks may still gather for an earlier step, which has failed for them
         verdicts = ranks.all_gather_object(own, "making a backend")
         if all(each is None or isinstance(each, Verdict) for each in verdicts):
             break
@@ -257,5 +263,5 @@ def _try(registration: Registration, request: Request, ranks: RankGroup) -> Back
 
 
 def _is_fatal(error: Exception) -> bool:
-    """Whether another backend would not help."""
+    """Tell whether every other backend would fail in the same way."""
     return isinstance(error, InvalidArgument | torch.OutOfMemoryError)

@@ -1,4 +1,4 @@
-"""The order of a layer's collective calls in graphs that ``torch.compile`` makes.
+"""Order of a layer's collective calls in graphs that ``torch.compile`` makes.
 
 All ranks must make their calls in one order, whatever a compiler makes of each rank's number of tokens. Forward calls
 run in the order of the program, and backward calls in the opposite one.
@@ -39,11 +39,11 @@ def pin_to_forward(operator: Any) -> bool:
     if tracing is None:
         return False
     node = next(node for node in reversed(tracing.tracer.graph.nodes) if node.target is operator)
-    again = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    recomputes = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     for each in (node, *node.users):
         each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    node.args = (*node.args[:-1], not again)
-    return again
+    node.args = (*node.args[:-1], not recomputes)
+    return recomputes
 
 
 def keep_order_in_inductor(operators: Sequence[Any]) -> None:

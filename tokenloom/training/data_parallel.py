@@ -1,4 +1,4 @@
-"""What a trainer does alike for all parameters, but for those of experts: the ranks have different ones."""
+"""Data parallelism for models with experts, whose parameters differ from rank to rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Par
         (parameters of experts, all others), each in the order of ``module.parameters()``.
 
     Raises:
-        InvalidArgument: it is no module.
+        InvalidArgument: ``module`` is no module.
     """
     require_type("module", module, nn.Module, "a torch.nn.Module")
     owned = {each for layer in _layers(module) for each in layer.parameters()}
@@ -58,16 +58,16 @@ def data_parallel(module: nn.Module, **options: Any) -> DistributedDataParallel:
         The wrapper. It averages gradients over ranks, so the experts need ``expert_grad_scale=1/W``.
 
     Raises:
-        InvalidArgument: it is no module, or there is no process group.
+        InvalidArgument: ``module`` is no module, or there is no process group.
     """
     require_type("module", module, nn.Module, "a torch.nn.Module")
     if options.get("process_group") is None and not (dist.is_available() and dist.is_initialized()):
         raise InvalidArgument("there is no process group; call torch.distributed.init_process_group() first")
     owned = {id(each) for layer in _layers(module) for each in chain(layer.parameters(), layer.buffers())}
-    named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-    ignored = {name for name, each in named if id(each) in owned}
+    tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    ignored = {name for name, each in tensors if id(each) in owned}
     ignored |= set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # what the caller set
-    # There is no public way (torch 2.13).
+    # torch 2.13 has no public way to set this.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     return DistributedDataParallel(module, **options)
 
@@ -89,29 +89,29 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
 
     Raises:
         InvalidArgument: something is no tensor.
-        PlanMismatch: over gloo, another rank of the experts' group makes another call, since it has a batch more, say.
+        PlanMismatch: over gloo, another rank of the experts' group makes another call. It may have one batch more.
     """
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    alike: dict[Any, list[torch.Tensor]] = {}  # torch mixes neither meshes nor dtypes
+    grads_by_kind: dict[Any, list[torch.Tensor]] = {}  # torch mixes neither meshes nor dtypes
     for parameter in parameters:
         require_type("a parameter", parameter, torch.Tensor, "a torch.Tensor")
         grad = parameter.grad
         if grad is None and hasattr(parameter, "main_grad"):
             grad = spread(parameter.main_grad, getattr(parameter, "device_mesh", None))
         if grad is not None:
-            alike.setdefault((getattr(grad, "device_mesh", None), grad.dtype), []).append(grad)
-    for mesh in dict.fromkeys(mesh for mesh, _ in alike if mesh is not None):
+            grads_by_kind.setdefault((getattr(grad, "device_mesh", None), grad.dtype), []).append(grad)
+    for mesh in dict.fromkeys(mesh for mesh, _ in grads_by_kind if mesh is not None):
         _meet(mesh)
     norms = []
-    for (mesh, dtype), grads in alike.items():
+    for (mesh, dtype), grads in grads_by_kind.items():
         norm: Any = nn.utils.get_total_norm(grads)
         norms.append((norm if mesh is None else norm.full_tensor()).to(torch.promote_types(dtype, torch.float32)))
     if not norms:
         return torch.zeros(())
     total = torch.linalg.vector_norm(torch.stack(norms))
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grads in alike.values():
+    for grads in grads_by_kind.values():
         torch._foreach_mul_([local_part(grad) for grad in grads], factor)
     return total
 
@@ -119,7 +119,7 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
 def _meet(mesh: DeviceMesh) -> None:
     """Open a call of all ranks over which experts lie, unless the host would wait for a GPU.
 
-    torch's own sums would wait for a rank that makes another call, or pair with what that has begun.
+    torch's own sums would wait for a rank that makes another call, or pair with a collective of that call.
     """
     if not is_of_experts(mesh):  # a layer has one, so all ranks have a communicator on its group
         return

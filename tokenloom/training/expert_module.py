@@ -1,4 +1,4 @@
-"""RoutedExperts: experts that are spread over the ranks, as a module, for routes that the caller chose."""
+"""RoutedExperts: a module of experts that are spread over the ranks, for routes that the caller chose."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["RoutedExperts"]
 
 
 def _is_meta(device: object) -> bool:
-    """Whether a device is "meta". What is none is told by the communicator, to all ranks."""
+    """Tell whether a device is "meta". For a value that is no device, the communicator raises on all ranks."""
     try:
         return torch.device(device).type == "meta"  # type: ignore[call-overload]
     except (RuntimeError, TypeError):
@@ -90,7 +90,7 @@ class RoutedExperts(nn.Module):
 
     Attributes:
         w1: [E, 2I, H], gate rows first, then up rows. [E, I, H] where the activation is not gated. ``weight_layout``
-            may say otherwise, as of w2. Where there is a process group, all weights are DTensors over its ranks,
+            may say otherwise, for w2 too. Where there is a process group, all weights are DTensors over its ranks,
             and ``to_local()`` is this rank's part, L = E / W experts, in the same memory.
         w2: [E, H, I].
         w1_bias: [E, 2I] in the order of w1's rows, or None without biases.
@@ -162,7 +162,7 @@ class RoutedExperts(nn.Module):
                 num_sms=MAX_SMS,
             )
         self.comm = comm
-        usual = Strategy.default(comm.engine.capabilities)
+        default_strategy = Strategy.default(comm.engine.capabilities)
 
         def prepare() -> tuple[dict[str, Any], tuple[ExpertForm, Strategy | None]]:
             if group_and_comm:
@@ -172,10 +172,10 @@ class RoutedExperts(nn.Module):
             form = ExpertForm(Activation.of(activation), weight_layout)
             check_experts(comm.plan, hidden, intermediate, num_experts, top_k, expert_grad_scale, pool_rows)
             checks.require_layout(comm.engine.capabilities, "expert")
-            checks.require_strategy(comm.engine.capabilities, strategy or usual)
-            found = None
+            checks.require_strategy(comm.engine.capabilities, strategy or default_strategy)
+            tuned = None
             if strategy is None and comm.rank == 0:  # ranks may see different disks
-                found = choices.find(choices.setting_of(comm, intermediate, dtype))
+                tuned = choices.find(choices.setting_of(comm, intermediate, dtype))
             return {
                 "intermediate": intermediate,
                 "activation": form.activation,
@@ -187,13 +187,13 @@ class RoutedExperts(nn.Module):
                 "redispatch_in_backward": redispatch_in_backward,
                 "pool_rows": pool_rows,
                 "dtype": dtype,
-            }, (form, found)
+            }, (form, tuned)
 
         agreed = agree(comm.engine.ranks, prepare, "making RoutedExperts")
         self.form, _ = agreed[comm.rank]
         self.hidden, self.intermediate = hidden, intermediate
         self.expert_grad_scale = expert_grad_scale
-        self.strategy = strategy or agreed[0][1] or usual
+        self.strategy = strategy or agreed[0][1] or default_strategy
         self.overlap, self.redispatch_in_backward, self.pool_rows = overlap, redispatch_in_backward, pool_rows
         with torch.inference_mode(False):  # forward saves parameters in any mode
             self._make_parameters(biases, dtype, torch.device("meta") if on_meta else comm.device)
@@ -323,18 +323,18 @@ class RoutedExperts(nn.Module):
         """Choices that change time and memory."""
         return RunOptions(self.strategy, self.overlap, self.redispatch_in_backward, self.pool_rows)
 
-    def _compute_dtype(self, given: torch.dtype | None) -> torch.dtype:
-        """Dtype of the rows that travel, where what comes to the experts has dtype ``given``."""
+    def _compute_dtype(self, x_dtype: torch.dtype | None) -> torch.dtype:
+        """Choose the dtype of rows that travel, for tokens of ``x_dtype``."""
         dtype = autocast_dtype(self.comm.device)
-        if dtype is None and given in NARROW and self.w1.dtype == torch.float32:
-            dtype = given
+        if dtype is None and x_dtype in NARROW and self.w1.dtype == torch.float32:
+            dtype = x_dtype
         return dtype or self.w1.dtype
 
     def first_calls(self, dtype: torch.dtype | None) -> list[Upcoming]:
         """List the calls that the other ranks make where this one fails before its first: those of one piece.
 
         Args:
-            dtype: that of the tokens, where it is known.
+            dtype: dtype of the tokens, or None if it is not known.
         """
         return forward_calls(self.options, 1, self._compute_dtype(dtype), needs_grad=False)
 

@@ -19,14 +19,14 @@ def sum_over_ranks(
     """Sum over the tokens of all ranks. Differentiable, because each rank's loss depends on all ranks' tokens.
 
     Args:
-        dtype: in which probabilities are summed. Counts of routes are summed as integers.
-        host_waits: as of :meth:`RankGroup.all_reduce_sums`, in backward too.
+        dtype: dtype of the sums of probabilities. Counts of routes are summed as integers.
+        host_waits: see :meth:`RankGroup.all_reduce_sums`; backward does the same.
         bias: the router's correction bias, if it has one. It must be the same on all ranks.
     """
     parts = (sums.probabilities, sums.squared_lse, sums.num_tokens)
     own = torch.cat(parts)
-    given = own.to(dtype), sums.expert_counts.to(torch.int64)  # tokens may differ in dtype under autocast
-    total, counts = _SumOverRanks.apply(*given, ranks, host_waits, bias)
+    values = own.to(dtype)  # tokens may differ in dtype under autocast
+    total, counts = _SumOverRanks.apply(values, sums.expert_counts.to(torch.int64), ranks, host_waits, bias)
     probabilities, squared_lse, num_tokens = total.to(own.dtype).split([len(part) for part in parts])
     return RouterSums(probabilities, squared_lse, counts, num_tokens)
 
@@ -60,22 +60,22 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward that has called this: an activation checkpoint computes again, say."""
+    """Tell whether a running backward has called this, for example to recompute an activation checkpoint."""
     return torch._C._current_graph_task_id() != -1
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether somebody decides what autograd keeps, as activation checkpoints do that run a forward again."""
+    """Tell whether hooks decide what autograd keeps. Activation checkpoints have such hooks."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 class _OnceInBackward(torch.autograd.Function):
-    """Identity whose backward does something, the first time it runs."""
+    """Identity whose backward runs an action, once."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, action: Callable[[], None]) -> torch.Tensor:
         ctx.action = action
-        return value.detach()  # no view: users may change it in place
+        return value.detach()  # no view: users may change the value in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -91,20 +91,20 @@ def once_in_backward(value: torch.Tensor, action: Callable[[], None]) -> torch.T
 
 
 class _Tied(torch.autograd.Function):
-    """Two values of which a loss may leave one out: its gradient is zeros then."""
+    """Identity of two values. If a loss leaves one out, the gradient of that one is zeros."""
 
     @staticmethod
-    def forward(ctx: Any, one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return one.detach(), other.detach()  # no views: users may change them in place
+    def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return first.detach(), second.detach()  # no views: users may change them in place
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return grads
 
 
-def tied(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both as they are. Backward goes through both on every rank, whichever its loss has."""
-    return _Tied.apply(one, other) if one.requires_grad and other.requires_grad else (one, other)
+def tied(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both values as they are. Backward goes through both on every rank, even if its loss has only one."""
+    return _Tied.apply(first, second) if first.requires_grad and second.requires_grad else (first, second)
 
 
 class _SumGradOverRanks(torch.autograd.Function):
@@ -123,7 +123,7 @@ class _SumGradOverRanks(torch.autograd.Function):
 
 
 def sum_grad_over_ranks(parameter: torch.Tensor, ranks: RankGroup, host_waits: bool = True) -> torch.Tensor:
-    """Return the parameter as it is, and sum its gradient over ranks; ``host_waits`` as of :func:`sum_over_ranks`."""
+    """Return the parameter as it is, and sum its gradient over ranks; see :func:`sum_over_ranks`."""
     return _SumGradOverRanks.apply(parameter, ranks, host_waits)
 
 

@@ -283,7 +283,7 @@ class ExpertParallelMoE(nn.Module):
                 parameter.uniform_(-bound, bound)
             else:
                 draw_seeded(parameter, PLAIN_WEIGHTS, bound, seed, name, range(len(parameter)))
-        self.expert_counts.zero_()  # not the mask of somebody's pruning
+        self.expert_counts.zero_()  # by name: pruning has buffers too, which are masks
         if self.correction_bias is not None:
             self.correction_bias.zero_()
 
@@ -340,14 +340,14 @@ class ExpertParallelMoE(nn.Module):
             topk_ids: as in ``forward``.
             topk_weights: as in ``forward``.
             token_mask: as in ``forward``.
-            counts: whether the routes count; None: if this trains.
-            compiled: copies stand in the places of the parameters.
+            counts: whether the routes count. None counts them if this trains.
+            compiled: whether copies stand in for the parameters.
         """
         if counts is None:
             counts = self.training and torch.is_grad_enabled()
         engine, experts = self.comm.engine, self.experts
         engine.begin()
-        router_weight = self._parameters.get("router_weight")  # a parametrization would compute it
+        router_weight = self._parameters.get("router_weight")  # getattr would compute a parametrized weight
         dtype = None if router_weight is None else router_weight.dtype
         with engine.sequence(*experts.first_calls(dtype)):  # a failure here comes before any call
             try:
@@ -359,8 +359,8 @@ class ExpertParallelMoE(nn.Module):
                 raise
         sums = self._sum_over_ranks(routed.sums)
         shared: list[torch.Tensor] = []
-        beside = None if self.shared_w1 is None else lambda: shared.append(self._shared_expert(routed.tokens))
-        out = experts(routed.tokens, routed.topk_ids, routed.topk_weights, beside)
+        meanwhile = None if self.shared_w1 is None else lambda: shared.append(self._shared_expert(routed.tokens))
+        out = experts(routed.tokens, routed.topk_ids, routed.topk_weights, meanwhile)
         for result in shared:
             out = out + result.to(out.dtype)  # autocast leaves float64 as it is
         self._record(routed, x.shape)
@@ -368,7 +368,7 @@ class ExpertParallelMoE(nn.Module):
         aux_loss = self._aux_loss(sums, torch.promote_types(x.dtype, torch.float32))
         if counts and sums is not None:
             out, aux_loss = self._count(sums.expert_counts.to(torch.int64), out, aux_loss)
-        # The sums' gradient is collective too, and so is that of the experts.
+        # Gradients of the sums and of the experts are collective, so every rank has to run both.
         return tied(out, aux_loss)
 
     def _route(
@@ -378,7 +378,7 @@ class ExpertParallelMoE(nn.Module):
         topk_weights: torch.Tensor | None,
         token_mask: torch.Tensor | None,
     ) -> _Routed:
-        """Choose experts, or take those that are given. Not collective. Logits, weights, sums are at least float32."""
+        """Choose experts, or take the caller's. Not collective. Logits, weights and sums are at least float32."""
         tokens = self.experts.tokens(x)
         self._require_dtype(tokens.dtype)
         if topk_ids is not None:
@@ -408,7 +408,7 @@ class ExpertParallelMoE(nn.Module):
             return _Routed(tokens, ids, weights if topk_weights is None else topk_weights, sums, real)
 
     def _require_dtype(self, dtype: torch.dtype) -> None:
-        """Raise where tokens have another dtype than what they meet outside of the experts."""
+        """Raise if tokens have another dtype than the parameters outside of the experts."""
         if torch.is_autocast_enabled(self.comm.device.type):
             return
         experts, shared = self.experts.w1.dtype, self._parameters.get("shared_w1")
@@ -424,9 +424,9 @@ class ExpertParallelMoE(nn.Module):
         return bool(self.balance_coef or self.z_coef or self.correction_bias is not None)
 
     def _sum_over_ranks(self, sums: RouterSums | None) -> RouterSums | None:
-        """Sum over the tokens of all ranks, if a loss or the bias wants that, which is then collective.
+        """Sum over the tokens of all ranks, if a loss or the bias needs the sums. Collective then.
 
-        A rank that failed passes None and takes part all the same: the others hear of its fault in the next call.
+        A rank that failed passes None and still takes part: the others learn of its fault in the next call.
         """
         if not self._wants_sums():
             return None
@@ -450,7 +450,7 @@ class ExpertParallelMoE(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add routes to the counts, once for each forward that trains, and return the outputs.
 
-        An activation checkpoint runs a forward twice, and backward once: that counts then.
+        An activation checkpoint runs a forward twice and backward once, so there the backward counts.
         """
 
         def add() -> None:
@@ -484,7 +484,7 @@ class ExpertParallelMoE(nn.Module):
     def record_routing(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
         """Record the routes of each forward in the block, to give them again as ``topk_ids``.
 
-        What an activation checkpoint computes again is not recorded again. Inside ``torch.compile`` it works alike.
+        Routes that an activation checkpoint recomputes are not recorded again. The same holds in ``torch.compile``.
 
         Returns:
             a context that gives a list. Each forward appends topk_ids, int64 [..., K], and topk_weights [..., K],
@@ -500,7 +500,7 @@ class ExpertParallelMoE(nn.Module):
     def _record(self, routed: _Routed, shape: torch.Size) -> None:
         if not self._records or in_backward():
             return
-        # Copies: a compiler may use the memory of given routes again.
+        # Copies: a compiler may reuse the memory of the caller's routes.
         ids, weights = routed.topk_ids.long().clone(), routed.topk_weights.detach().clone()
         for routes in self._records:
             routes.append((routed.put_back(ids, shape, -1), routed.put_back(weights, shape, 0)))
@@ -559,7 +559,7 @@ class _Routed:
         topk_ids: [T, K].
         topk_weights: [T, K].
         sums: sums over the tokens, if a loss or the bias wants them.
-        real: int64 [T], places of the tokens among all that the layer was given, or None if there is no padding.
+        real: int64 [T], positions of the tokens in the layer's input, or None if there is no padding.
     """
 
     tokens: torch.Tensor
@@ -577,7 +577,7 @@ class _Routed:
 
 
 def _places_of_real_tokens(x: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
-    """Places of the True ones among the tokens of x."""
+    """List the positions of real tokens in x: int64 [T], of those whose mask is True."""
     checks.require_tensor("token_mask", token_mask)
     if token_mask.dtype != torch.bool:
         raise DtypeMismatch(
@@ -592,8 +592,8 @@ def _places_of_real_tokens(x: torch.Tensor, token_mask: torch.Tensor) -> torch.T
 
 
 def _rename_experts(state_dict: dict[str, Any], prefix: str) -> None:
-    """Give the weights of experts in a state dict the names that they have in ``experts``. Once the layer had them."""
+    """Rename weights of experts in a state dict from before ``experts`` was a module of its own."""
     for name in list(state_dict):
-        own = name.removeprefix(prefix)
-        if name.startswith(prefix) and own_name(own).removesuffix("_mask") in EXPERT_WEIGHTS:
-            state_dict.setdefault(f"{prefix}experts.{own}", state_dict.pop(name))
+        weight = name.removeprefix(prefix)
+        if name.startswith(prefix) and own_name(weight).removesuffix("_mask") in EXPERT_WEIGHTS:
+            state_dict.setdefault(f"{prefix}experts.{weight}", state_dict.pop(name))

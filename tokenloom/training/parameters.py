@@ -44,7 +44,7 @@ def check_experts(
 def check_options(
     plan: Plan, router: object, shared_intermediate: int, shared_gate: object, router_grad: str, **coefficients: object
 ) -> None:
-    """Raise InvalidArgument unless what a layer has beside its experts fits them and each other."""
+    """Raise InvalidArgument unless the options of a layer beside its experts fit the plan and each other."""
     if not isinstance(router, Router):
         raise InvalidArgument(f"router is {router!r}, expected a Router or the name of a score")
     if (router.num_experts, router.top_k) != (plan.num_experts, plan.top_k):
@@ -72,9 +72,9 @@ def _check_number(name: str, factor: object) -> None:
 
 
 def own_name(name: str) -> str:
-    """Name of a parameter, or of what is computed from it: "w1" of "parametrizations.w1.original" and "w1_orig".
+    """Strip what ``torch.nn.utils`` adds to the name of a parameter.
 
-    ``torch.nn.utils`` renames parameters so, for parametrizations and for pruning.
+    "parametrizations.w1.original" (parametrizations) and "w1_orig" (pruning) become "w1".
     """
     return name.removeprefix("parametrizations.").split(".")[0].removesuffix("_orig")
 
@@ -93,18 +93,17 @@ def seeded_uniform(like: torch.Tensor, bound: float, seed: int, name: str, row: 
 def draw_seeded(
     parameter: torch.Tensor, layout: WeightLayout, bound: float, seed: int, name: str, rows: Iterable[int]
 ) -> None:
-    """Fill a parameter with :func:`seeded_uniform`, row by row; of a DTensor, the part that lies here.
+    """Fill a parameter with :func:`seeded_uniform`, row by row. Of a DTensor, fill this rank's part.
 
     Args:
-        layout: of expert weights.
-        rows: their numbers.
+        rows: numbers of the rows, which the values depend on.
     """
     shards: Any = parameter if hasattr(parameter, "placements") else None
     full = parameter if shards is None else torch.empty(shards.shape, dtype=shards.dtype, device=shards.device)
-    for place, row in zip(plain_view(name, full, layout), rows, strict=True):
-        place.copy_(seeded_uniform(place, bound, seed, name, row))
+    for values, row in zip(plain_view(name, full, layout), rows, strict=True):
+        values.copy_(seeded_uniform(values, bound, seed, name, row))
     if shards is not None:
-        from torch.distributed.tensor import distribute_tensor  # by now somebody has
+        from torch.distributed.tensor import distribute_tensor  # the DTensor's maker has imported it
 
         shards.copy_(distribute_tensor(full, shards.device_mesh, shards.placements, src_data_rank=None))
 

@@ -46,7 +46,7 @@ class RunOptions:
 
 @dataclass
 class Piece:
-    """Some of the tokens, on their way through the experts.
+    """Part of a batch on its way through the experts.
 
     Attributes:
         tokens: range of the tokens.
@@ -139,5 +139,5 @@ def saved(ctx: Any) -> tuple[list[Piece], torch.Tensor | None, Experts]:
     """Return what :func:`save` kept: pieces, x or None, experts."""
     w1, w2, w1_bias, w2_bias, x, *rest = ctx.saved_tensors
     parts = (rest[i : i + 4] for i in range(0, len(rest), 4))
-    pieces = [Piece(*known, *part) for known, part in zip(ctx.pieces, parts, strict=True)]
+    pieces = [Piece(*attributes, *part) for attributes, part in zip(ctx.pieces, parts, strict=True)]
     return pieces, x, Experts((w1, w2, w1_bias, w2_bias), ctx.form)

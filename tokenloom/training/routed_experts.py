@@ -87,7 +87,7 @@ def routed_experts(
         require_no_tangent(x=x, topk_weights=topk_weights, w1=w1, w2=w2, w1_bias=w1_bias, w2_bias=w2_bias)
         x = settled(x)
         if dtype is not None:
-            x, tensors = x.to(dtype), cast(tensors, dtype)  # there may be no room
+            x, tensors = x.to(dtype), cast(tensors, dtype)  # may raise OutOfMemoryError
             sources = sources if tensors[0] is w1 else ()  # copies may outlive what they were made of
     except Exception:
         with comm.engine.sequence(*forward_calls(options, 1, dtype or x.dtype, needs_grad=False)):
@@ -141,7 +141,7 @@ class _RoutedExperts(torch.autograd.Function):
 
 
 class _Forward:
-    """One forward. The host begins each dispatch before it puts the experts of the previous piece on the stream."""
+    """Forward. The host begins each dispatch before it puts the experts of the previous piece on the stream."""
 
     def __init__(
         self,
@@ -197,9 +197,9 @@ class _Forward:
     ) -> Callable[[], tuple[Handle, torch.Tensor, StreamTransfer]]:
         """Send a piece. Call the returned function to finish the dispatch before anything else travels."""
         tokens = self.slices[number]
-        given = (self.x[tokens], self.topk_ids[tokens], self.topk_weights[tokens])
-        with self.transfers.transfer(given, after):
-            pending = self._send(number, given)
+        inputs = (self.x[tokens], self.topk_ids[tokens], self.topk_weights[tokens])
+        with self.transfers.transfer(inputs, after):
+            pending = self._send(number, inputs)
 
         def finish() -> tuple[Handle, torch.Tensor, StreamTransfer]:
             with self.transfers.transfer((), after) as transfer:
@@ -209,14 +209,14 @@ class _Forward:
 
         return finish
 
-    def _send(self, number: int, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
+    def _send(self, number: int, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
         """Open the dispatch of a piece."""
         capacity = self.options.pool_rows
         sizes, strategy = "exact" if capacity is None else "bounded", self.options.strategy.dispatch
         arguments = DispatchArguments("expert", 1, sizes, capacity, strategy=strategy)
         # Views last as long as one piece without a backward.
         owner = "but rows" if any(self.needs) or len(self.slices) > 1 else False
-        known, checked = self.kinds.dispatch(arguments, (*self.needs[:2], owner, False, number > 0), *given)
+        known, checked = self.kinds.dispatch(arguments, (*self.needs[:2], owner, False, number > 0), *inputs)
         return self.engine.send_dispatch(known.kind, checked)
 
     def _compute(self, tokens: slice, handle: Handle, rows: torch.Tensor) -> torch.Tensor:
@@ -236,18 +236,18 @@ class _Forward:
 
 
 class _Backward:
-    """One backward: gradients of rows first, then those of weights while the former go home.
+    """Backward: gradients of rows first, then gradients of weights while those of rows go home.
 
-    The constructor allocates nothing and reads no saved tensor: what can fail must wait for the sequence of calls.
+    The constructor allocates nothing and reads no saved tensor. These may fail, so they wait for the sequence.
     """
 
     def __init__(self, ctx: Any, grad: torch.Tensor) -> None:
-        self.ctx, self.given = ctx, grad
+        self.ctx, self.grad_out = ctx, grad
         self.engine, self.options = ctx.engine, ctx.options
         wanted = ctx.needs_input_grad[:DIFFERENTIABLE]
         self.wants_x, self.wants_weights, self.wants_w1, self.wants_w2, *self.wants_biases = wanted
         self.transfers = TransferStream(ctx.engine, ctx.options.overlap)
-        self.sends_x = ctx.options.redispatch_in_backward  # alike on all ranks, even where w1 wants no gradient
+        self.sends_x = ctx.options.redispatch_in_backward  # the same on all ranks, even if w1 wants no gradient here
         # Where nothing overlaps, more journeys ahead would only hold memory longer.
         self.ahead = ctx.engine.capabilities.receive_buffers if self.transfers.overlaps else 1
         self.journeys: deque[tuple[Piece, torch.Tensor, str]] = deque()
@@ -261,14 +261,14 @@ class _Backward:
 
     def calls(self) -> list[Upcoming]:
         """List the calls of this backward, in order."""
-        num_pieces, dtype = len(self.ctx.pieces), self.given.dtype
+        num_pieces, dtype = len(self.ctx.pieces), self.grad_out.dtype
         return backward_calls(self.options, num_pieces, self.ahead, dtype, self.wants_x, self.wants_weights)
 
     def _load(self) -> None:
         """Take what forward saved, and make room for the gradient of x."""
         require_unchanged(self.ctx.versions)
         self.pieces, x, self.experts = saved(self.ctx)
-        grad, strategy = settled(self.given).contiguous(), self.options.strategy
+        grad, strategy = settled(self.grad_out).contiguous(), self.options.strategy
         self.journeys.extend((piece, grad, SWAPPED[strategy.combine]) for piece in self.pieces)
         if x is not None:
             self.journeys.extend((piece, x, strategy.dispatch) for piece in self.pieces)

@@ -33,7 +33,7 @@ class SavedTensor:
         )
 
 
-def saved_tensors(outputs: Iterable[torch.Tensor], known: Iterable[torch.Tensor]) -> list[SavedTensor]:
+def saved_tensors(outputs: Iterable[torch.Tensor], left_out: Iterable[torch.Tensor]) -> list[SavedTensor]:
     """List every storage that the graph of ``outputs`` keeps, largest first.
 
     Custom nodes may name their saved tensors in ``saved_names``. Tensors in their other attributes count as well, and
@@ -41,17 +41,17 @@ def saved_tensors(outputs: Iterable[torch.Tensor], known: Iterable[torch.Tensor]
 
     Args:
         outputs: results of the graph.
-        known: tensors whose storages are left out, such as parameters.
+        left_out: tensors whose storages are left out, such as parameters.
     """
-    seen = {local_part(tensor.detach()).untyped_storage().data_ptr() for tensor in known}
-    found: list[SavedTensor] = []
+    seen = {local_part(tensor.detach()).untyped_storage().data_ptr() for tensor in left_out}
+    saved: list[SavedTensor] = []
     for node in _nodes(output.grad_fn for output in outputs):
         for name, tensor in _tensors_of(node):
             storage = local_part(tensor.detach()).untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
-                found.append(SavedTensor(name, tuple(tensor.shape), tensor.dtype, storage.nbytes()))
-    return sorted(found, key=lambda each: -each.num_bytes)
+                saved.append(SavedTensor(name, tuple(tensor.shape), tensor.dtype, storage.nbytes()))
+    return sorted(saved, key=lambda each: -each.num_bytes)
 
 
 def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
@@ -83,15 +83,15 @@ def _tensors_of(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return
     for name in dir(node):
         if name.startswith("_saved_"):
-            what = name.removeprefix("_saved_")
-            yield from _inside(f"{label}: {'input' if what == 'self' else what}", getattr(node, name))
+            saved_name = name.removeprefix("_saved_")
+            yield from _inside(f"{label}: {'input' if saved_name == 'self' else saved_name}", getattr(node, name))
 
 
 def _inside(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
     elif is_dataclass(value) and not isinstance(value, type):
-        for each in vars(value).values():  # what was made when somebody asked for it, too
+        for each in vars(value).values():  # cached properties too, which are no fields
             yield from _inside(name, each)
     elif isinstance(value, (list, tuple)):
         for each in value:

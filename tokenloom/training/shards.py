@@ -33,7 +33,7 @@ def make_mesh(ranks: RankGroup) -> DeviceMesh | None:
 
 
 def is_of_experts(mesh: DeviceMesh) -> bool:
-    """Whether a mesh is one over which experts lie, and no other of the same group."""
+    """Tell whether experts lie over a mesh. Another mesh of the same group has another name."""
     return any(name.startswith(_RANK) for name in mesh.mesh_dim_names or ())
 
 
@@ -53,15 +53,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def versions(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
     """Note how often each DTensor has been changed in place, for :func:`require_unchanged`."""
-    spread = (each for each in tensors if hasattr(each, "to_local") and not each.is_inference())
-    return [(each, each._version) for each in spread]
+    dtensors = (each for each in tensors if hasattr(each, "to_local") and not each.is_inference())
+    return [(each, each._version) for each in dtensors]
 
 
 def require_unchanged(noted: Iterable[tuple[torch.Tensor, int]]) -> None:
-    """Raise where a DTensor has been changed since then. Autograd watches its local part, which hears nothing of it.
+    """Raise if a DTensor has changed since :func:`versions`. Autograd watches the local part, whose version stays.
 
     Raises:
-        NotDifferentiable: one has.
+        NotDifferentiable: a DTensor has changed.
     """
     if any(tensor._version != version for tensor, version in noted):
         raise NotDifferentiable(
@@ -77,19 +77,20 @@ def renew_hooks(parameter: torch.Tensor) -> None:
 
 
 def own_part(name: str, value: torch.Tensor, like: torch.Tensor, experts: range) -> torch.Tensor:
-    """Give what a state dict has for a weight of experts as this rank's weight is: spread over its mesh, or plain.
+    """Turn the value of a state dict into this rank's weight of experts: spread over its mesh, or plain.
 
     Args:
-        name: of the weight, for errors.
-        value: DTensor of this rank; or plain, of all experts, or of this rank's alone, which gives a warning.
+        name: name of the weight, for errors.
+        value: DTensor of this rank, or plain tensor of all experts. A plain tensor of this rank's experts gives a
+            warning.
         like: the weight.
         experts: numbers of this rank's experts.
 
     Returns:
-        What ``like.copy_`` takes. A value of another shape is returned as it is.
+        A value that ``like.copy_`` takes. A value of another shape is returned as it is.
 
     Raises:
-        InvalidArgument: it has the experts of another rank.
+        InvalidArgument: the value has the experts of another rank.
     """
     mesh = getattr(like, "device_mesh", None)
     if hasattr(value, "device_mesh"):
@@ -119,7 +120,7 @@ def own_part(name: str, value: torch.Tensor, like: torch.Tensor, experts: range)
 
 
 def _held_experts(value: Any) -> range | None:
-    """Numbers of the experts that lie in the local part of a DTensor, or None if it holds none as a whole."""
+    """Find the numbers of the experts in the local part of a DTensor, or None if it holds parts of experts."""
     if all(placement.is_replicate() for placement in value.placements):
         return range(len(value))
     (name, *more) = value.device_mesh.mesh_dim_names or ("",)

@@ -35,7 +35,7 @@ def gather_state_dict(module: nn.Module, *, to: Literal["all", "rank0"] = "all")
 
     Args:
         module: module that holds the layers, or ``RoutedExperts`` by themselves.
-        to: who gets the result: "all" ranks, or "rank0", the first of ``torch.distributed``.
+        to: ranks that get the result: "all" ranks, or "rank0", the first of ``torch.distributed``.
 
     Returns:
         Tensors on the CPU, by name, and what else modules keep (``get_extra_state``). ``module.load_state_dict`` takes
@@ -43,8 +43,8 @@ def gather_state_dict(module: nn.Module, *, to: Literal["all", "rank0"] = "all")
 
     Raises:
         InvalidArgument: ``to`` is something else; or ranks are masked, so nobody here has the weights of their
-            experts; or a layer's experts are not in the state dict as they are, say because they are parametrized.
-            PlanMismatch: another rank gathers something else.
+            experts; or a layer's experts are not in the state dict as they are, since they are parametrized, say.
+        PlanMismatch: another rank gathers something else.
     """
     require_type("module", module, nn.Module, "a torch.nn.Module")
     comms = [layer.comm for layer in module.modules() if isinstance(layer, RoutedExperts)]
@@ -76,7 +76,7 @@ def gather_state_dict(module: nn.Module, *, to: Literal["all", "rank0"] = "all")
             kept = whole.cpu().clone() if keeps else None
         if keeps:
             full[name] = kept
-    for ranks in groups:  # the last rows too are of all ranks
+    for ranks in groups:  # a rank that failed in the last rows is found here
         agree(ranks, lambda: ({}, None), "gather_state_dict")
     for comm in comms:
         _require_all(comm)
@@ -96,8 +96,8 @@ def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dic
         Dict that ``module.load_state_dict`` takes on this rank. Experts are DTensors where there is a process group.
 
     Raises:
-        ShapeMismatch: an expert weight has another number of experts than the layer. InvalidArgument: a layer's
-            experts are not in the state dict as they are, or ``full`` has those of one rank.
+        ShapeMismatch: an expert weight has another number of experts than the layer.
+        InvalidArgument: a layer's experts are not in the state dict as they are, or ``full`` has those of one rank.
     """
     require_type("module", module, nn.Module, "a torch.nn.Module")
     require_type("full", full, Mapping, "the dict from gather_state_dict")
@@ -131,18 +131,18 @@ def _require_all(comm: Communicator) -> None:
         )
 
 
-def _gather(comm: Communicator, name: str, own: torch.Tensor, keeps: bool) -> torch.Tensor | None:
-    """Give [E, ...] on the CPU where it is kept. ``own`` is this rank's part.
+def _gather(comm: Communicator, name: str, part: torch.Tensor, keeps: bool) -> torch.Tensor | None:
+    """Gather [E, ...] on the CPU from each rank's part. A rank that does not keep it gets None.
 
-    Bytes travel in steps, each as long on all ranks.
+    Bytes travel in steps of the same length on all ranks.
     """
     ranks: RankGroup = comm.engine.ranks
-    what = {"name": name, "shape": tuple(own.shape), "dtype": own.dtype}
-    agree(ranks, lambda: (what, None), "gather_state_dict")
-    sent = own.contiguous().view(torch.uint8).view(-1)
-    full = torch.empty(comm.plan.num_experts, *own.shape[1:], dtype=own.dtype, device="cpu") if keeps else None
+    terms = {"name": name, "shape": tuple(part.shape), "dtype": part.dtype}
+    agree(ranks, lambda: (terms, None), "gather_state_dict")
+    sent = part.contiguous().view(torch.uint8).view(-1)
+    full = torch.empty(comm.plan.num_experts, *part.shape[1:], dtype=part.dtype, device="cpu") if keeps else None
     rows = None if full is None else full.view(torch.uint8).view(comm.num_ranks, -1)
-    step = max(LEAST_STEP_BYTES, own[0].nbytes // comm.num_ranks)
+    step = max(LEAST_STEP_BYTES, part[0].nbytes // comm.num_ranks)
     for begin in range(0, len(sent), step):
         arrived = ranks.all_gather(sent[begin : begin + step], "gather_state_dict")
         if rows is not None:
@@ -164,15 +164,16 @@ def _sharded_names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Rou
                 for name, shape in layer.shapes().items()
                 if getattr(layer, name) is not None  # some have no biases
             }
-    found = {
+    sharded = {
         name: owners[id(value)][0]
         for name, value in state.items()
-        if id(value) in owners and local_part(value.detach()).shape == owners[id(value)][1]  # else cut once more
+        if id(value) in owners
+        and local_part(value.detach()).shape == owners[id(value)][1]  # wrappers may cut it again
     }
-    missing = owners.keys() - {id(state[name]) for name in found}
+    missing = owners.keys() - {id(state[name]) for name in sharded}
     if missing:
         raise InvalidArgument(
             f"{len(missing)} weights of experts are not in the state dict as their layers have them; gather it before "
             "they are parametrized or wrapped by something that cuts or renames parameters"
         )
-    return found
+    return sharded

@@ -77,7 +77,7 @@ def require_parameters(modules: Iterable[Any]) -> None:
         modules: the layer and its experts. Their ``weight_names`` are the parameters that they were made with.
 
     Raises:
-        InvalidArgument: one is.
+        InvalidArgument: a weight is.
     """
     for module in modules:
         for name in module.weight_names:
@@ -99,14 +99,14 @@ class _Kept(bytearray):
 
 
 class _Body(nn.Module):
-    """A layer's forward without the hooks of its call, which the compiler has traced."""
+    """Forward of a layer without the hooks of its call, which the compiler has traced."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: torch.Tensor, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.layer._forward(x, **given, compiled=True)
+    def forward(self, x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer._forward(x, **options, compiled=True)
 
 
 @torch.library.custom_op("tokenloom::moe_forward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -127,8 +127,8 @@ def moe_forward(
 
     Args:
         x: input of the layer.
-        weights: what lies here of the layer's parameters, in the order of ``parameters()``, and behind them
-            topk_weights, if given.
+        weights: local parts of the layer's parameters, in the order of ``parameters()``, and then topk_weights, if
+            the caller passed them.
         topk_ids: input of the layer, or None.
         token_mask: input of the layer, or None.
         correction_bias: the layer's buffer, or None.
@@ -144,19 +144,19 @@ def moe_forward(
     """
     layer: Any = _layers[int(number)]
     layer.experts.accumulate_main_grads()
-    inputs, others = [x, *weights], [topk_ids, token_mask]
+    inputs, routing = [x, *weights], [topk_ids, token_mask]
     if not keep or not any(wants_grad):
         with _grad_mode(False):
-            outputs = _run(number, inputs, others, correction_bias, expert_counts, autocast_dtype, counts)
+            outputs = _run(number, inputs, routing, correction_bias, expert_counts, autocast_dtype, counts)
         return *outputs, torch.zeros(1, dtype=torch.int64, device="cpu")
     # Before backward the compiler may reuse the memory of inputs, or of a weight that it computed.
-    own = {local_part(weight.detach()).data_ptr() for weight in layer.parameters()}
-    inputs = [x.clone(), *(weight if weight.data_ptr() in own else weight.clone() for weight in weights)]
-    others = [None if each is None else each.clone() for each in others]
+    parameters = {local_part(weight.detach()).data_ptr() for weight in layer.parameters()}
+    inputs = [x.clone(), *(weight if weight.data_ptr() in parameters else weight.clone() for weight in weights)]
+    routing = [None if each is None else each.clone() for each in routing]
     with _grad_mode(True):
         leaves = _leaves(inputs, wants_grad)
         buffers = (correction_bias, expert_counts)
-        out, aux_loss, new_counts = _run(number, leaves, others, *buffers, autocast_dtype, counts)
+        out, aux_loss, new_counts = _run(number, leaves, routing, *buffers, autocast_dtype, counts)
         ticket = torch.frombuffer(_Kept(_edges(out, aux_loss), leaves), dtype=torch.int64)
         return out.detach(), aux_loss.detach(), new_counts, ticket
 
@@ -232,11 +232,11 @@ def moe_forward_backward(
     autocast_dtype: torch.dtype | None,
 ) -> list[torch.Tensor]:
     """Run a forward that kept nothing again, then compute its gradients like :func:`moe_backward`."""
-    counted: Any = _layers[int(number)].expert_counts  # by the forward
+    counted: Any = _layers[int(number)].expert_counts  # the forward has counted already
     with _grad_mode(True):
         leaves = _leaves([x, *weights], wants_grad)
-        others, buffers = (topk_ids, token_mask), (correction_bias, counted)
-        out, aux_loss, _ = _run(number, leaves, others, *buffers, autocast_dtype, counts=False)
+        routing, buffers = (topk_ids, token_mask), (correction_bias, counted)
+        out, aux_loss, _ = _run(number, leaves, routing, *buffers, autocast_dtype, counts=False)
         outputs = _edges(out, aux_loss)
         del out, aux_loss
         return _gradients(outputs, (grad_out, grad_aux_loss), leaves)
@@ -267,7 +267,7 @@ def _leaves(inputs: Sequence[torch.Tensor], wants_grad: Sequence[bool]) -> list[
 def _run(
     number: torch.Tensor,
     inputs: Sequence[torch.Tensor],
-    others: Sequence[torch.Tensor | None],
+    routing: Sequence[torch.Tensor | None],
     correction_bias: torch.Tensor | None,
     expert_counts: torch.Tensor,
     autocast_dtype: torch.dtype | None,
@@ -278,14 +278,14 @@ def _run(
     Args:
         number: number of the layer.
         inputs: x, and the ``weights`` of :func:`moe_forward`.
-        others: topk_ids and token_mask, or None instead.
+        routing: topk_ids and token_mask, or None instead.
         correction_bias: the layer's buffer, or None.
         expert_counts: the layer's buffer.
         autocast_dtype: dtype of autocast, None where it is off.
         counts: whether the routes count.
     """
     layer: Any = _layers[int(number)]
-    (x, *weights), (topk_ids, token_mask) = inputs, others
+    (x, *weights), (topk_ids, token_mask) = inputs, routing
     names = [name for name, _ in layer.named_parameters()]
     topk_weights = weights[-1] if len(weights) > len(names) else None
     tensors = dict(zip(names, weights, strict=False))
@@ -293,11 +293,11 @@ def _run(
     if correction_bias is not None:
         tensors["correction_bias"] = correction_bias
     with torch.autocast(x.device.type, autocast_dtype, autocast_dtype is not None):
-        named = {f"layer.{name}": each for name, each in tensors.items()}
-        given = {"topk_ids": topk_ids, "topk_weights": topk_weights, "token_mask": token_mask}
+        state = {f"layer.{name}": each for name, each in tensors.items()}
+        options = {"topk_ids": topk_ids, "topk_weights": topk_weights, "token_mask": token_mask, "counts": counts}
         layer.experts.stood_for = tuple(layer.experts.parameters())
         try:
-            out, aux_loss = functional_call(_Body(layer), named, (x,), given | {"counts": counts})
+            out, aux_loss = functional_call(_Body(layer), state, (x,), options)
         finally:
             layer.experts.stood_for = ()
     return out, aux_loss, new_counts
@@ -318,8 +318,8 @@ def _gradients(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, weights, topk_ids, token_mask, correction_bias, _, number, ctx.wants_grad, ctx.autocast_dtype, *_ = inputs
-    ctx.again = pin_to_forward(_FORWARD)
-    if ctx.again:
+    ctx.recomputes = pin_to_forward(_FORWARD)
+    if ctx.recomputes:
         ctx.save_for_backward(number, topk_ids, token_mask, correction_bias, x, *weights)
     else:
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
@@ -327,7 +327,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _backward(ctx: Any, grad_out: torch.Tensor, grad_aux_loss: torch.Tensor, *_: object) -> Any:
-    if ctx.again:
+    if ctx.recomputes:
         number, topk_ids, token_mask, correction_bias, x, *weights = ctx.saved_tensors
         rest = (topk_ids, token_mask, correction_bias, number, ctx.wants_grad, ctx.autocast_dtype)
         grads = iter(moe_forward_backward(grad_out, grad_aux_loss, x, weights, *rest))

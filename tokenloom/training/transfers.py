@@ -25,7 +25,7 @@ class StreamTransfer:
 
 
 class TransferStream:
-    """Place where transfers run: a stream of their own, or the current one.
+    """Stream that transfers run on: one of their own, or the current one.
 
     Args:
         engine: the communicator's engine.

@@ -70,7 +70,7 @@ MUTATIONS = (
     M("columns-without-padding", "scales by column lie without the padding that TMA needs",
       f"{PACKAGE}.elastic_calls:_laid_out", "align_up(num_rows, COLUMN_ALIGNMENT)", "num_rows", f"{ELASTIC}test_fp8"),
     M("maps-in-any-order", "routes of a map come in descending order of experts", f"{PACKAGE}.routing_maps:ids_of_map",
-      "torch.where(found > 0, num_experts - found, -1)", "torch.where(found > 0, num_experts - found, -1).flip(1)",
+      "torch.where(chosen > 0, num_experts - chosen, -1)", "torch.where(chosen > 0, num_experts - chosen, -1).flip(1)",
       f"{HYBRID}test_dispatch_and_combine", f"{HYBRID}test_maps_that_grow"),
     M("flag-at-one-place", "programs that read the flag of an overflow as handle[10] find none",
       f"{PACKAGE}.hybrid_ep_buffer:_parts", "[*[lambda: None] * (HANDLE_PARTS - 2), no_overflow, no_overflow]",

@@ -16,7 +16,7 @@ from tokenloom.compat.deep_ep.events import EventHandle, EventOverlap
 from tokenloom.compat.deep_ep.hybrid_ep_buffer import HybridEPBuffer, HybridEpConfigInstance
 
 __version__ = f"2.1.0+tokenloom.{_version}"
-"""The contract that is served, and who serves it."""
+"""Version of the contract, and of tokenloom, which serves it."""
 
 __all__ = [
     "Buffer",

@@ -25,24 +25,24 @@ class Buffer(NormalMode, LowLatencyMode):
 
     Args:
         group: the process group, over gloo for CPU tensors, over NCCL or gloo for CUDA tensors.
-        num_nvl_bytes: kept for the client, and otherwise unused.
-        num_rdma_bytes: the same.
+        num_nvl_bytes: kept for the client, otherwise unused.
+        num_rdma_bytes: kept for the client, otherwise unused.
         low_latency_mode: kept for the client; both modes work either way.
         num_qps_per_rank: unused; upstream opens networks itself.
-        allow_nvlink_for_low_latency_mode: the same.
-        allow_mnnvl: the same.
+        allow_nvlink_for_low_latency_mode: unused.
+        allow_mnnvl: unused.
         explicitly_destroy: ``destroy`` will be called.
-        enable_shrink: ranks that do not come in time are masked, and ranks can be.
+        enable_shrink: mask ranks that do not come in time, and let the client mask ranks.
         comm: an MPI communicator; not served.
-        use_fabric: unused, as is ``allow_mnnvl``.
+        use_fabric: unused.
 
     Attributes:
         group, rank, group_size: the ranks.
-        num_nvl_bytes, num_rdma_bytes, low_latency_mode, enable_shrink: as given.
+        num_nvl_bytes, num_rdma_bytes, low_latency_mode, enable_shrink: the arguments.
         runtime: None after ``destroy``.
 
     Raises:
-        ValueError: neither ``group`` nor ``comm``.
+        ValueError: ``group`` and ``comm`` are both missing.
         NotServed: an argument that tokenloom has nothing for.
     """
 
@@ -76,14 +76,14 @@ class Buffer(NormalMode, LowLatencyMode):
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """True: kernels for Hopper GPUs compile where they run."""
+        """Return True: kernels for Hopper GPUs compile where they run."""
         return True
 
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
-        """Let kernels of buffers that are made from now on take so many SMs, an even number; at most 32 are used.
+        """Set the SMs of kernels for buffers made from now on: an even number, of which at most 32 are used.
 
-        Those of low-latency mode, which end soon, always take 32.
+        Kernels of low-latency mode, which end soon, always take 32.
 
         Raises:
             BadCall: the number is odd or not positive.
@@ -94,24 +94,24 @@ class Buffer(NormalMode, LowLatencyMode):
 
     @staticmethod
     def capture() -> EventOverlap:
-        """The current stream's work so far."""
+        """Record the current stream's work so far."""
         return captured()
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """Settings for ``dispatch``. Raises BadCall if no group has that size."""
+        """Return settings for ``dispatch``. Raise BadCall if no group has that size."""
         return config_for(num_ranks)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """Settings for ``combine``. Raises BadCall if no group has that size."""
+        """Return settings for ``combine``. Raise BadCall if no group has that size."""
         return config_for(num_ranks)
 
     @naming("Buffer.get_local_buffer_tensor")
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
-        """An empty tensor: there is no buffer that a client has to clean.
+        """Return an empty tensor: there is no buffer that a client has to clean.
 
         Raises:
             NotServed: a part of the buffer is asked for.

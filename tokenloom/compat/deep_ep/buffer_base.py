@@ -1,4 +1,4 @@
-"""What all buffers have: a group, communicators, a stream, an end."""
+"""Base of all buffers: a group, communicators, a stream, ``destroy``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenloom.errors import a_type
 
 
 class BufferBase:
-    """The part that all buffers share.
+    """Base of all buffers.
 
     Attributes:
         group: the process group.
@@ -32,12 +32,12 @@ class BufferBase:
         BufferBase._ranks_per_node = ranks_per_node
 
     def __init__(self, group: dist.ProcessGroup | None, explicitly_destroy: bool, options: dict[str, Any]) -> None:
-        """Nothing is sent or allocated yet.
+        """Make a buffer. It sends and allocates nothing yet.
 
         Args:
             group: over gloo for CPU tensors; over NCCL or gloo for CUDA tensors.
             explicitly_destroy: ``destroy`` will be called.
-            options: of every Communicator.
+            options: options of every Communicator.
         """
         if not isinstance(group, dist.ProcessGroup):
             raise NotServed(f"group is {a_type(group)}, expected a torch.distributed process group")
@@ -49,7 +49,7 @@ class BufferBase:
 
     @property
     def runtime(self) -> Any:
-        """What makes the calls; None after ``destroy``."""
+        """Communicators that make the calls; None after ``destroy``."""
         return self._communicators
 
     @property
@@ -70,10 +70,10 @@ class BufferBase:
             self._communicators = None
 
     def get_comm_stream(self) -> Any:
-        """The stream that calls run on; None without CUDA."""
+        """Return the stream that asynchronous calls run on; None without CUDA."""
         return self._stream.get()
 
 
 def captured() -> EventOverlap:
-    """The current stream's work so far."""
+    """Record the current stream's work so far."""
     return EventOverlap(EventHandle())

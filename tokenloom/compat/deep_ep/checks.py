@@ -1,4 +1,4 @@
-"""What tensors of a client must be, in its own words."""
+"""Checks of a client's tensors, with errors in the client's words."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def is_dense(value: object) -> TypeIs[torch.Tensor]:
-    """Whether it is a tensor that can be asked for its shape: a nested one has none."""
+    """Tell whether a value is a tensor with a shape. A nested tensor has none."""
     return isinstance(value, torch.Tensor) and not value.is_nested
 
 
 def kind_of(value: object) -> str:
-    """What it is, for errors of who wants a tensor."""
+    """Name the type of a value, for errors that ask for a tensor."""
     return "a nested tensor" if isinstance(value, torch.Tensor) else a_type(value)
 
 
 def device_of(x: object) -> torch.device:
-    """Where a payload is, or the CPU if it is none."""
+    """Find the device of a payload, or the CPU if the value is no payload."""
     tokens = _rows_in(x)
     return tokens.device if isinstance(tokens, torch.Tensor) else torch.device("cpu")
 
@@ -48,11 +48,11 @@ def likely_shape(
         x: payload.
         num_experts: E.
         ids: [N, K], or None.
-        top_k: K without ids; None: of any.
-        num_sms: of the call's kernels.
+        top_k: K without ids; None fits any.
+        num_sms: SMs of the call's kernels.
 
     Returns:
-        The shape, with 0 for what they do not say.
+        The shape, with 0 for sizes that the arguments do not tell.
     """
     rows, hidden, wide = _rows_in(x), 0, None
     if is_dense(rows) and rows.ndim == 2:
@@ -63,19 +63,19 @@ def likely_shape(
 
 
 def _rows_in(x: object) -> object:
-    """What would be the rows of a payload, with or without scales, not checked yet."""
+    """Take the rows of an unchecked payload, with or without scales."""
     return x[0] if isinstance(x, (tuple, list)) and x else x
 
 
 def tensor(name: str, value: object) -> torch.Tensor:
-    """The value, which must be a tensor."""
+    """Return the value, or raise unless it is a tensor."""
     if not is_dense(value):
         raise BadCall(f"{name} is {kind_of(value)}, expected a tensor")
     return value
 
 
 def tokens_of(x: object, name: str = "x") -> torch.Tensor:
-    """The rows of a payload, with or without scales, checked: [N, H] contiguous, rows of a multiple of 16 bytes."""
+    """Check the rows of a payload: [N, H] contiguous, a multiple of 16 bytes a row. The payload may have scales."""
     tokens = x[0] if isinstance(x, (tuple, list)) and len(x) == 2 else x
     if not is_dense(tokens):
         raise BadCall(f"{name} is {kind_of(tokens)}, expected a tensor, or (fp8 tensor, scales)")
@@ -90,9 +90,10 @@ def tokens_of(x: object, name: str = "x") -> torch.Tensor:
 
 
 def payload_of(x: object) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-    """What tokenloom takes for x: without a graph, and scales as words, which :func:`by_row` makes contiguous.
+    """Convert x to what ``Communicator.dispatch`` takes: no graph, and scales as words.
 
-    FP8 comes with 4-byte scales [N, n] of any strides: float32 or packed int32, n at most H / 128.
+    FP8 comes with 4-byte scales [N, n] of any strides: float32 or packed int32, n at most H / 128. :func:`by_row`
+    makes them contiguous.
     """
     tokens = _plain(tokens_of(x))
     if not isinstance(x, (tuple, list)):
@@ -118,19 +119,19 @@ def payload_of(x: object) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
 
 
 def by_row(payload: Payload) -> Payload:
-    """The same with contiguous scales. It may copy on the current stream, which must be that of the call."""
+    """Make the scales of a payload contiguous. This may copy, so the current stream must be that of the call."""
     return payload if isinstance(payload, torch.Tensor) else (payload[0], payload[1].contiguous())
 
 
 def scales_as_given(received: torch.Tensor, x: object) -> torch.Tensor:
-    """Received scales in the dtype that the caller's have."""
+    """View received scales in the dtype of the caller's scales."""
     if not isinstance(x, (tuple, list)):
         return received
     return received if received.dtype == x[1].dtype else received.view(x[1].dtype)
 
 
 def rows_as_given(rows: torch.Tensor, x: object) -> torch.Tensor:
-    """Received rows in the dtype that the caller's have: any 1-byte dtype may be FP8 for it."""
+    """View received rows in the dtype of the caller's rows: any 1-byte dtype may stand for FP8."""
     wanted = x[0].dtype if isinstance(x, (tuple, list)) else rows.dtype
     return rows if rows.dtype == wanted else rows.view(wanted)
 
@@ -138,7 +139,7 @@ def rows_as_given(rows: torch.Tensor, x: object) -> torch.Tensor:
 def ids_of(
     topk_idx: object, num_tokens: int, device: torch.device, dtypes: Sequence[torch.dtype] = (topk_idx_t,)
 ) -> int:
-    """K, of ids that are checked: contiguous [N, K]."""
+    """Check ids, contiguous [N, K], and return K."""
     if not is_dense(topk_idx):
         raise BadCall(f"topk_idx is {kind_of(topk_idx)}, expected a tensor")
     if topk_idx.ndim != 2 or len(topk_idx) != num_tokens:
@@ -154,7 +155,7 @@ def ids_of(
 
 
 def like(name: str, tensor: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of just this shape, dtype and device, contiguous."""
+    """Return the tensor without a graph, or raise unless it is contiguous and has this shape, dtype and device."""
     if not is_dense(tensor):
         raise BadCall(f"{name} is {kind_of(tensor)}, expected a tensor")
     if tensor.shape != tuple(shape):
@@ -166,7 +167,7 @@ def like(name: str, tensor: object, shape: Sequence[int], dtype: torch.dtype, de
 
 
 def fits(tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a tensor is what :func:`like` gives, at a glance. What is not gets looked at again, and has errors."""
+    """Tell at a glance whether :func:`like` returns the tensor itself. If not, call :func:`like` for the error."""
     return (
         is_dense(tensor)
         and tensor.shape == shape
@@ -178,12 +179,12 @@ def fits(tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: tor
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Without a graph."""
+    """Drop the graph of a tensor."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 
 def copies(async_finish: bool) -> Any:
-    """``copy`` of a dispatch: on a stream of their own, results are not in the order of their last readers."""
+    """Choose ``copy`` of a dispatch. A call on a stream of its own copies: it waits for no earlier readers."""
     return True if async_finish else "if_needed"
 
 
@@ -195,7 +196,7 @@ def _require_here(name: str, tensor: torch.Tensor, device: torch.device) -> None
 
 
 def number(name: str, value: object, least: int) -> int:
-    """An int that is not too small."""
+    """Return the value, or raise unless it is an int of at least ``least``."""
     require(
         isinstance(value, int) and not isinstance(value, bool) and value >= least,
         f"{name} is {value!r}, expected an int of at least {least}",
@@ -205,25 +206,25 @@ def number(name: str, value: object, least: int) -> int:
 
 
 def config(value: object) -> None:
-    """Settings of ``deep_ep.Config``, or None."""
+    """Raise unless the value is a ``deep_ep.Config`` or None."""
     require(value is None or isinstance(value, Config), f"config is {a_type(value)}, expected a Config or None")
 
 
 def biases_of(bias: object, rows: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...] | None:
-    """One bias or two, [N, H] of the dtype of rows; None: none."""
+    """Check one bias or two, [N, H] in the dtype of rows. None stays None."""
     if bias is None:
         return None
-    found = bias if isinstance(bias, (tuple, list)) else (bias,)
-    require(1 <= len(found) <= 2, f"bias is {a_type(bias)} of {len(found)}, expected one tensor or two")
+    biases = bias if isinstance(bias, (tuple, list)) else (bias,)
+    require(1 <= len(biases) <= 2, f"bias is {a_type(bias)} of {len(biases)}, expected one tensor or two")
     shape = [num_tokens, rows.shape[1]]
-    return tuple(like("bias", each, shape, rows.dtype, rows.device) for each in found)
+    return tuple(like("bias", each, shape, rows.dtype, rows.device) for each in biases)
 
 
 def rows_of(x: object, routed: Routed) -> torch.Tensor:
-    """The rows of a combine: one for each that was received.
+    """Check the rows of a combine: one for each received row.
 
-    Where outputs have a fixed number of rows, a client may have cut off those behind the last. :func:`padded` puts
-    them back.
+    If outputs have a fixed number of rows, a client may cut off the rows behind the last received one. :func:`padded`
+    puts them back.
     """
     rows, wanted = _plain(tokens_of(x)), routed.shape
     may_be_fewer = not isinstance(routed.num_rows, int) and rows.shape[1] == wanted[1] and len(rows) <= wanted[0]
@@ -233,20 +234,20 @@ def rows_of(x: object, routed: Routed) -> torch.Tensor:
 
 
 def padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Rows with zeros behind them. It may copy on the current stream, which must be that of the call."""
+    """Add rows of zeros. This may copy, so the current stream must be that of the call."""
     return rows if len(rows) == num_rows else torch.cat([rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])])
 
 
 def received(routed: Routed, x: object) -> Payload:
-    """Received rows, and scales as x has them, which are the client's alone from now on."""
+    """Give received rows, and scales as x has them, to the client: the communicator keeps none of them."""
     rows, scales = routed.tokens, routed.scales
     routed.let_go()
     return received_again(rows if scales is None else (rows, scales), x)
 
 
-def received_again(found: Payload, x: object) -> Payload:
-    """Rows, and their scales if they have some, as x has them."""
-    if isinstance(found, torch.Tensor):
-        return rows_as_given(found, x)
-    rows, scales = found
+def received_again(payload: Payload, x: object) -> Payload:
+    """View received rows, and scales if there are some, in the dtypes of x."""
+    if isinstance(payload, torch.Tensor):
+        return rows_as_given(payload, x)
+    rows, scales = payload
     return rows_as_given(rows, x), scales_as_given(scales, x)

@@ -1,4 +1,4 @@
-"""Settings that clients pass. tokenloom needs none of them; their checks and arithmetic are as clients expect."""
+"""Settings that clients pass. tokenloom needs none of them, but checks them and computes sizes as upstream does."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ METADATA_BYTES = 128
 
 
 def most_sms() -> int:
-    """SMs that a kernel takes at most."""
-    from tokenloom.backends.registry import MAX_SMS  # as late as this, so that importing is quick
+    """Return the most SMs that a kernel takes."""
+    from tokenloom.backends.registry import MAX_SMS  # not at the top, so that importing is quick
 
     return MAX_SMS
 
@@ -43,8 +43,8 @@ class Config:
         num_max_rdma_chunked_send_tokens: int = 6,
         num_max_rdma_chunked_recv_tokens: int = 256,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name != "self"}
-        for name, value in given.items():
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        for name, value in arguments.items():
             require(isinstance(value, int) and value > 0, f"Config: {name} is {value!r}, expected a positive int")
         nvl = num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens
         require(
@@ -59,12 +59,12 @@ class Config:
         self._num_sms, self._nvl_room, self._rdma_room = num_sms, nvl[1], receive
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes to pass as ``num_nvl_bytes``: what a program compares before it makes its buffer again."""
+        """Return bytes to pass as ``num_nvl_bytes``. Programs compare them before they make a buffer anew."""
         local = min(num_ranks, RANKS_OF_A_NODE)
         return align_up(self._num_sms // 2 * local * self._nvl_room * (hidden_bytes + METADATA_BYTES), 128)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes to pass as ``num_rdma_bytes``: 0 for up to 8 ranks."""
+        """Return bytes to pass as ``num_rdma_bytes``: 0 for up to 8 ranks."""
         if num_ranks <= RANKS_OF_A_NODE:
             return 0
         nodes = -(-num_ranks // RANKS_OF_A_NODE)
@@ -72,15 +72,14 @@ class Config:
 
 
 def nodes_of(num_ranks: int, ranks_per_node: int | None) -> int:
-    """Nodes that a client counts with: those of ``ranks_per_node``; without it as upstream does, which takes more than
-    8 ranks for nodes of 8."""
+    """Count nodes by ``ranks_per_node``. Without it, more than 8 ranks are nodes of 8, as upstream takes them."""
     if ranks_per_node is None:
         ranks_per_node = RANKS_OF_A_NODE if num_ranks > RANKS_OF_A_NODE else num_ranks
     return num_ranks // ranks_per_node if num_ranks % ranks_per_node == 0 else 1
 
 
 def config_for(num_ranks: int) -> Config:
-    """The settings for a group of some size. Upstream has a list of sizes; here any will do.
+    """Return the settings for a group of any size. Upstream has a list of sizes.
 
     Raises:
         BadCall: no group has that size.

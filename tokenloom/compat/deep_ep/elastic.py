@@ -1,4 +1,4 @@
-"""``deep_ep.ElasticBuffer``: how it is made, and what clients ask it for."""
+"""``deep_ep.ElasticBuffer``: its constructor, and the sizes that clients ask for."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["ElasticBuffer", "get_logical_domain_size", "get_physical_domain_size
 
 
 def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Ranks that a network connects, and ranks that memory connects: (1, R), since the group is one domain here."""
+    """Return (ranks that a network connects, ranks that memory connects): (1, R), since the group is one domain."""
     return 1, group.size()
 
 
 def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """The same as :func:`get_physical_domain_size`: no mode divides the group."""
+    """Return :func:`get_physical_domain_size`: no mode divides the group."""
     return get_physical_domain_size(group)
 
 
@@ -34,22 +34,22 @@ class ElasticBuffer(ElasticCalls):
         group: the process group, over gloo for CPU tensors, over NCCL or gloo for CUDA tensors.
         num_bytes: kept for the client, by default what ``get_buffer_size_hint`` says.
         num_cpu_bytes: not served; 0.
-        num_max_tokens_per_rank: M, where calls do not say it.
+        num_max_tokens_per_rank: M of calls that pass none.
         hidden: for ``num_bytes`` alone; calls may have any.
-        num_topk: the same.
-        use_fp8_dispatch: the same.
+        num_topk: for ``num_bytes`` alone.
+        use_fp8_dispatch: for ``num_bytes`` alone.
         deterministic: results always are.
-        allow_hybrid_mode: unused; of networks and kernels that upstream tunes itself.
-        allow_multiple_reduction: the same.
-        prefer_overlap_with_compute: the same.
-        sl_idx: the same.
-        num_allocated_qps: the same.
+        allow_hybrid_mode: unused; it tunes upstream's networks and kernels.
+        allow_multiple_reduction: unused.
+        prefer_overlap_with_compute: unused.
+        sl_idx: unused.
+        num_allocated_qps: kept for the client, otherwise unused.
         num_cpu_timeout_secs: longest wait for another rank to open a call, in seconds.
         num_gpu_timeout_secs: longest wait for another rank inside a call, in seconds.
         explicitly_destroy: ``destroy`` will be called.
 
     Attributes:
-        group, num_bytes, num_max_tokens_per_rank, num_allocated_qps: as given.
+        group, num_bytes, num_max_tokens_per_rank, num_allocated_qps: the arguments.
         num_ranks, rank_idx: R, and this process's rank.
         num_scaleout_ranks, num_scaleup_ranks: 1 and R.
 
@@ -106,9 +106,9 @@ class ElasticBuffer(ElasticCalls):
         use_fp8_dispatch: bool = False,
         **others: Any,
     ) -> int:
-        """Bytes that a client plans for: rows of the worst case, received and combined.
+        """Return bytes that a client plans for: rows of the worst case, received and combined.
 
-        tokenloom allocates what calls need, when they first come.
+        tokenloom allocates memory at the first call that needs it.
 
         Args:
             **others: upstream's further options, which change nothing here.
@@ -118,19 +118,19 @@ class ElasticBuffer(ElasticCalls):
 
     @staticmethod
     def capture() -> EventHandle:
-        """The current stream's work so far."""
+        """Record the current stream's work so far."""
         return EventHandle()
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """One for each SM, as clients plan; tokenloom opens no queues."""
+        """Return one for each SM, as clients plan; tokenloom opens no queues."""
         return max(1, num_sms)
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """See the function of this name."""
+        """Return what the function of this name returns."""
         return self.num_scaleout_ranks, self.num_scaleup_ranks
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """See the function of this name."""
+        """Return what the function of this name returns."""
         return self.num_scaleout_ranks, self.num_scaleup_ranks
 
     @naming("ElasticBuffer.barrier")

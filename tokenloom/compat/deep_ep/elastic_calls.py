@@ -27,18 +27,18 @@ COLUMN_ALIGNMENT = 4
 
 
 class ElasticCalls(BufferBase):
-    """The calls that move tokens.
+    """Calls that move tokens.
 
     Attributes:
         num_ranks: R.
-        num_max_tokens_per_rank: M, where calls do not say it; 0: nobody does.
+        num_max_tokens_per_rank: M of calls that pass none; 0 leaves it unknown.
     """
 
     num_ranks: int
     num_max_tokens_per_rank: int
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
-        """SMs that a kernel takes, whatever the arguments."""
+        """Return the SMs that a kernel takes. The arguments are unused."""
         return most_sms()
 
     @naming("ElasticBuffer.dispatch")
@@ -72,18 +72,19 @@ class ElasticCalls(BufferBase):
             topk_weights: float32 [N, K], contiguous, or None.
             cumulative_local_expert_recv_stats: int32 [L], to which the counts of routes are added, or None.
             num_experts: E. With a handle it may be left out.
-            num_max_tokens_per_rank: M, at least N, the same on all ranks; None: as the buffer has it. 0 there: any N,
-                if the host reads counts.
+            num_max_tokens_per_rank: M, at least N, the same on all ranks; None takes the buffer's. 0 allows any N if
+                the host reads counts.
             expert_alignment: rows of which each expert's group is a multiple, and to which counts are rounded.
-            num_sms: kept in the handle, and otherwise unused.
+            num_sms: kept in the handle, otherwise unused.
             num_qps: unused.
-            previous_event: to start after; None: the current stream's work so far.
-            previous_event_before_epilogue: to start after as well.
+            previous_event: event to start after; None is the current stream's work so far.
+            previous_event_before_epilogue: another event to start after.
             async_with_compute_stream: the current stream does not wait; the event says when it is done.
-            allocate_on_comm_stream: results always are.
-            handle: of an earlier dispatch, whose layout is used again.
+            allocate_on_comm_stream: unused; results are allocated on the stream that the call runs on.
+            handle: handle of an earlier dispatch, to use its layout again.
             do_handle_copy: the handle keeps a copy of ``topk_idx``, so that it may change.
-            do_cpu_sync: the host reads counts, and outputs have their size. By default True without a handle.
+            do_cpu_sync: let the host read counts, so that outputs have their exact size. By default True without a
+                handle.
             do_expand: one row for each route, grouped by local expert, instead of one for each token.
             do_zero_padding: padding of groups is zero, as it always is; needs ``do_expand``.
             use_tma_aligned_col_major_sf: received scales have stride 1 along rows, and columns of a multiple of 16
@@ -91,22 +92,22 @@ class ElasticCalls(BufferBase):
 
         Returns:
             recv_x (with scales as x has them); recv_topk_idx int64 [rows, K], None with ``do_expand``;
-            recv_topk_weights float32 [rows, K], or [rows] with ``do_expand``, None without weights; handle, the one
-            that was given if any; event.
+            recv_topk_weights float32 [rows, K], or [rows] with ``do_expand``, None without weights; the handle, which
+            is the caller's if there was one; event.
         """
         device = checks.device_of(x)
-        given: tuple[Any, ...] = (topk_idx, topk_weights, num_experts, num_max_tokens_per_rank, expert_alignment)
-        known = handle.dispatched.comm if isinstance(handle, EPHandle) else None
+        routing: tuple[Any, ...] = (topk_idx, topk_weights, num_experts, num_max_tokens_per_rank, expert_alignment)
+        comm = handle.dispatched.comm if isinstance(handle, EPHandle) else None
 
         def likely() -> Shape:
             return checks.likely_shape(x, num_experts, topk_idx, num_sms=most_sms())
 
-        with self._calls.report_faults_of(device, known, shape=likely):
+        with self._calls.report_faults_of(device, comm, shape=likely):
             payload = checks.payload_of(x)
             tokens = payload[0] if isinstance(payload, tuple) else payload
             require(do_expand or not do_zero_padding, "do_zero_padding needs do_expand=True")
             if handle is not None:
-                self._check_cached(handle, given, do_cpu_sync, do_expand, tokens)
+                self._check_cached(handle, routing, do_cpu_sync, do_expand, tokens)
                 local = handle.num_experts // self.num_ranks
                 _check_stats(cumulative_local_expert_recv_stats, local, device)
         stats = cumulative_local_expert_recv_stats
@@ -114,16 +115,16 @@ class ElasticCalls(BufferBase):
         events = (previous_event, previous_event_before_epilogue)
         copy = checks.copies(async_with_compute_stream)
         if handle is not None:
-            again = handle
+            cached = handle
 
-            def call() -> tuple[Any, ...]:
-                with self._calls.report_faults_of(device, again.dispatched.comm):
+            def resend() -> tuple[Any, ...]:
+                with self._calls.report_faults_of(device, cached.dispatched.comm):
                     sent = checks.by_row(payload)
-                rows, ids, weights = self._dispatch_again(again, sent, x, topk_weights, copy)
-                _add(stats, again.dispatched.routed)
+                rows, ids, weights = self._dispatch_again(cached, sent, x, topk_weights, copy)
+                _add(stats, cached.dispatched.routed)
                 return _laid_out(rows, use_tma_aligned_col_major_sf), ids, weights
 
-            (rows, ids, weights), event = self._run(call, inputs, device, events, async_with_compute_stream)
+            (rows, ids, weights), event = self._run(resend, inputs, device, events, async_with_compute_stream)
             return rows, ids, weights, handle, event
         with self._calls.report_faults_of(device, shape=likely):
             top_k = checks.ids_of(topk_idx, len(tokens), device)
@@ -167,8 +168,8 @@ class ElasticCalls(BufferBase):
                 Dispatched(comm, routed, ids),
             )
 
-        found, event = self._run(first, inputs, device, events, async_with_compute_stream)
-        rows, recv_ids, recv_weights, counts, dispatched = found
+        results, event = self._run(first, inputs, device, events, async_with_compute_stream)
+        rows, recv_ids, recv_weights, counts, dispatched = results
         used_sms = num_sms or self.get_theoretical_num_sms(num_experts, top_k)
         made = EPHandle(dispatched, dispatched.ids, do_expand, alignment, most or len(tokens), used_sms, counts)
         return rows, recv_ids, recv_weights, made, event
@@ -190,10 +191,10 @@ class ElasticCalls(BufferBase):
         """Bring rows home and sum them in float32, unweighted. Collective.
 
         Args:
-            x: [rows, H] contiguous, a row for each row that the dispatch gave. Where the host read no counts, rows
-                behind the last may be left out.
-            handle: of the dispatch.
-            topk_weights: float32, [rows, K], or [rows] where the dispatch was expanded; brought home as well.
+            x: [rows, H] contiguous, a row for each row of the dispatch. If the host read no counts, rows behind the
+                last received one may be left out.
+            handle: handle of the dispatch.
+            topk_weights: float32, [rows, K], or [rows] if the dispatch was expanded; brought home as well.
             bias: [N, H] of x's dtype, or two, to add to the sum before it is rounded.
             num_sms: as in :meth:`dispatch`.
             num_qps: as in :meth:`dispatch`.
@@ -239,17 +240,19 @@ class ElasticCalls(BufferBase):
             self._stream.of(device).wait_event(recorded)
         return self._stream.run(call, inputs, device, before, async_finish, False)
 
-    def _most(self, given: int | None, num_tokens: int) -> int:
-        """M, or 0 where nobody says it."""
-        most = self.num_max_tokens_per_rank if given is None else checks.number("num_max_tokens_per_rank", given, 0)
+    def _most(self, of_call: int | None, num_tokens: int) -> int:
+        """Return M, or 0 if neither the call nor the buffer has one."""
+        most = self.num_max_tokens_per_rank
+        if of_call is not None:
+            most = checks.number("num_max_tokens_per_rank", of_call, 0)
         if most and num_tokens > most:
             raise ShapeMismatch(f"x has {num_tokens} tokens, num_max_tokens_per_rank is {most}; pass more")
         return most
 
     def _check_cached(
-        self, handle: object, given: tuple[Any, ...], do_cpu_sync: bool | None, do_expand: bool, tokens: torch.Tensor
+        self, handle: object, routing: tuple[Any, ...], do_cpu_sync: bool | None, do_expand: bool, tokens: torch.Tensor
     ) -> None:
-        topk_idx, topk_weights, num_experts, most, alignment = given
+        topk_idx, topk_weights, num_experts, most, alignment = routing
         _require_handle(handle)
         assert isinstance(handle, EPHandle)
         require(not do_cpu_sync, "do_cpu_sync=True with a handle, whose counts are known")
@@ -294,14 +297,14 @@ def _ids(routed: Routed) -> torch.Tensor | None:
     return routed.unused_ids_marked() if routed.layout == "token" else None
 
 
-def _weights(comm: Communicator, routed: Routed, given: torch.Tensor | None) -> torch.Tensor | None:
-    if given is None:
+def _weights(comm: Communicator, routed: Routed, topk_weights: torch.Tensor | None) -> torch.Tensor | None:
+    if topk_weights is None:
         return None
     return routed.topk_weights if routed.layout == "token" else comm.row_weights(routed)
 
 
 def _laid_out(rows: Payload, by_column: bool) -> Payload:
-    """Rows with scales by row, or by column as TMA takes them."""
+    """Lay out the scales of rows: by row, or by column as TMA takes them."""
     if not by_column or isinstance(rows, torch.Tensor):
         return rows
     tokens, scales = rows

@@ -1,4 +1,4 @@
-"""What ``ElasticBuffer.dispatch`` leaves for its combine and for its readers."""
+"""Handle of ``ElasticBuffer.dispatch``, for its combine and for programs that read it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tokenloom.plan import align_up
 
 
 class EPHandle:
-    """A dispatch. Attributes are plain: they may be assigned to. Counts are made when they are first read.
+    """Handle of a dispatch. Programs may assign to its attributes. Counts are made when they are first read.
 
     R is the number of ranks, L experts per rank, K the ids of a token.
 
     Attributes:
         do_expand: rows are routes, grouped by local expert.
-        num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the call.
+        num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: arguments of the call.
         topk_idx: int64 [N, K]; a copy, unless the call said ``do_handle_copy=False``.
         num_recv_tokens, num_expanded_tokens: rows of the outputs, without and with ``do_expand``; else 0.
         num_recv_tokens_per_expert_list: L counts rounded up to the alignment, empty without a host read.
@@ -37,10 +37,10 @@ class EPHandle:
         num_sms: int,
         counts: list[int],
     ) -> None:
-        """Made by ``ElasticBuffer.dispatch``. Other arguments are the attributes of their names.
+        """Make a handle, for ``ElasticBuffer.dispatch``. Arguments not listed are the attributes of their names.
 
         Args:
-            dispatched: what combine needs.
+            dispatched: the dispatch, for its combine.
             counts: ``num_recv_tokens_per_expert_list``.
         """
         self.dispatched = dispatched
@@ -73,8 +73,8 @@ class EPHandle:
 
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
-        """int32 [L]. Not expanded: sums of the rounded counts up to each expert. Expanded: where the routes of each
-        expert end, before the padding."""
+        """int32 [L]. Not expanded: sums of the rounded counts up to each expert. Expanded: end of the routes of each
+        expert, before the padding."""
         counts, alignment = self.num_unaligned_recv_tokens_per_expert, self.expert_alignment
         rounded = (counts + (alignment - 1)) // alignment * alignment
         sums = rounded.cumsum(0, dtype=torch.int32)
@@ -91,7 +91,7 @@ class EPHandle:
 
 
 def most_rows(num_ranks: int, most: int, top_k: int, local: int, expanded: bool, alignment: int) -> int:
-    """Rows of outputs whose counts the host does not read."""
+    """Count the rows of outputs whose counts the host does not read."""
     if not expanded:
         return num_ranks * most
     return align_up(num_ranks * most * min(top_k, local) + (alignment - 1) * local, alignment)

@@ -1,4 +1,4 @@
-"""Events as clients of deep_ep hold them. Without CUDA work is done when a call returns, and events do nothing."""
+"""Events for clients of deep_ep. Without CUDA, work is done when a call returns, and events do nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenloom.errors import a_type
 
 
 class EventHandle:
-    """The current stream's work so far.
+    """Record of the current stream's work so far.
 
     Attributes:
         recorded: the torch.cuda.Event, or None where this process has not used CUDA.
@@ -37,14 +37,14 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An event, or none, with the tensors that must live until it was waited for.
+    """Event, or none, with the tensors that must live until a stream has waited for it.
 
     Args:
-        event: the event, None for a call that was waited for already.
+        event: the event, or None if the current stream waits already.
         extra_tensors: kept alive with this object.
 
     Attributes:
-        event, extra_tensors: as given.
+        event, extra_tensors: the arguments.
         hook_after_wait: called once after the first wait, or None.
     """
 
@@ -89,10 +89,10 @@ class EventOverlap:
 
 
 def recorded_in(event: object) -> torch.cuda.Event | None:
-    """The CUDA event in an EventOverlap, an EventHandle, or None.
+    """Find the CUDA event in an EventOverlap or an EventHandle. None stays None.
 
     Raises:
-        BadCall: it is none of these.
+        BadCall: the value is none of these.
     """
     require(
         event is None or isinstance(event, EventHandle | EventOverlap),
@@ -103,5 +103,5 @@ def recorded_in(event: object) -> torch.cuda.Event | None:
 
 
 def is_event(event: object) -> bool:
-    """Whether it holds an event, recorded or not."""
+    """Tell whether a value is an event of these classes, recorded or not."""
     return isinstance(event, EventHandle) or (isinstance(event, EventOverlap) and event.event is not None)

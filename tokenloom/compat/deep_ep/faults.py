@@ -1,4 +1,4 @@
-"""Errors in the words of a client: which of its calls failed, and what of upstream it cannot have here."""
+"""Errors in the words of a client: which of its calls failed, and which of upstream's options are not served."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WORDS = {
     r"\b(this|a new) communicator\b": r"\1 buffer",
     r"; a larger timeout_s, or open_timeout_s where a call opens, waits longer": "",
 }
-"""tokenloom's words -> those of the client, as patterns; others of some calls come first."""
+"""tokenloom's words -> the client's, as patterns. Patterns of a call (WORDS_OF) come first."""
 WORDS_OF = {
     "Buffer.low_latency": {
         r"\bmax_tokens_per_rank\b": "num_max_dispatch_tokens_per_rank",
@@ -47,15 +47,15 @@ WORDS_OF = {
         r"pass capacity=(\d+)(, or pool_rows=\d+ to a layer that has pool_rows)?": r"pass num_permuted_tokens=\1",
     },
 }
-"""The same for calls whose names begin so."""
+"""Patterns for calls whose names begin with the key."""
 
 
 class BadCall(InvalidArgument, AssertionError, RuntimeError):
-    """What upstream refuses by an assertion, in Python or in C++."""
+    """Call that upstream refuses by an assertion, in Python or in C++."""
 
 
 class NotServed(InvalidArgument, RuntimeError):
-    """An argument or a call that upstream has and tokenloom has not."""
+    """Argument or call that upstream has and tokenloom does not."""
 
 
 def require(condition: object, text: str) -> None:
@@ -65,7 +65,7 @@ def require(condition: object, text: str) -> None:
 
 
 def refuse(**options: object) -> None:
-    """Raise NotServed for every option that is given: neither None, nor False, nor 0."""
+    """Raise NotServed for the first option that is neither None, nor False, nor 0."""
     for name, value in options.items():
         if value is not None and value is not False and not (isinstance(value, int) and value == 0):
             raise NotServed(f"{name} is not served by tokenloom; leave it out")
@@ -93,7 +93,7 @@ def _name(error: TokenloomError, call: str) -> None:
     text = str(error)
     if text.startswith(f"{call}: "):
         return
-    own = next((words for name, words in WORDS_OF.items() if call.startswith(name)), {})
-    for ours, theirs in (*own.items(), *WORDS.items()):
+    of_call = next((words for name, words in WORDS_OF.items() if call.startswith(name)), {})
+    for ours, theirs in (*of_call.items(), *WORDS.items()):
         text = re.sub(ours, theirs, text)
     error.args = (f"{call}: {text}",)

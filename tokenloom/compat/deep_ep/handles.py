@@ -1,4 +1,4 @@
-"""What a dispatch leaves for its combine, with the parts that upstream's tests and tools look at.
+"""Handles of dispatches, for combines, with the parts that upstream's tests and tools read.
 
 The parts of a handle are made when they are read, since most programs only pass it on.
 """
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)  # frozen, it would take three times as long to make
 class Dispatched:
-    """A dispatch, as its combine needs it.
+    """Dispatch that a combine will follow.
 
     Attributes:
-        comm: what made it.
+        comm: communicator that made it.
         routed: its result.
-        ids: int64 [N, K], the ids that routed it: a copy.
-        with_ids: the caller gave ids, and not only the ranks of each token.
+        ids: int64 [N, K], a copy of the ids that routed it.
+        with_ids: the caller passed ids, and not only the ranks of each token.
     """
 
     comm: Communicator
@@ -36,47 +36,53 @@ class Dispatched:
 
 
 def kept_ids(topk_idx: torch.Tensor, routed: Routed) -> torch.Tensor:
-    """A copy of the caller's ids, which may change: made behind the kernel, while the host would wait for it."""
+    """Copy the caller's ids, which may change. The copy runs behind the kernel, which the host waits for anyway."""
     ids = topk_idx.clone()
     routed.replace_ids(ids)
     return ids
 
 
 class Parts(Sequence[Any]):
-    """A handle, whose parts are read as those of a tuple.
+    """Handle that programs read like a tuple of parts.
 
-    It is no tuple, so that whoever looks for tensors in tuples does not make its parts by looking.
+    It is no tuple: a search for tensors in tuples would make all parts.
 
     Args:
-        dispatched: what they are made from.
-        number: how many there are.
-        find_makers: gives what makes them, in order, from ``dispatched`` and ``given``.
+        dispatched: source of the parts.
+        number: number of parts.
+        find_makers: returns the functions that make the parts, in order, from ``dispatched`` and ``arguments``.
+        arguments: further arguments of ``find_makers``.
     """
 
     def __init__(
-        self, dispatched: Dispatched, number: int, find_makers: Callable[..., Sequence[Callable[[], Any]]], *given: Any
+        self,
+        dispatched: Dispatched,
+        number: int,
+        find_makers: Callable[..., Sequence[Callable[[], Any]]],
+        *arguments: Any,
     ) -> None:
-        self.dispatched, self._number, self._find_makers, self._given = dispatched, number, find_makers, given
+        self.dispatched, self._number = dispatched, number
+        self._find_makers, self._arguments = find_makers, arguments
 
     def __len__(self) -> int:
         return self._number
 
     def __getitem__(self, index: Any) -> Any:
-        found = self._find_makers(self.dispatched, *self._given)[index]
-        return tuple(make() for make in found) if isinstance(found, Sequence) else found()
+        makers = self._find_makers(self.dispatched, *self._arguments)[index]
+        return tuple(make() for make in makers) if isinstance(makers, Sequence) else makers()
 
     def __reduce__(self) -> Any:
         raise NotServed("a handle belongs to its process and its call; it cannot be pickled or saved")
 
 
 def normal_handle(dispatched: Dispatched, is_token_in_rank: torch.Tensor, num_channels: int, num_nodes: int) -> Parts:
-    """The handle of ``Buffer.dispatch``.
+    """Make the handle of ``Buffer.dispatch``.
 
-    Within a node 6 parts: rank_prefix_matrix int32 [R, R], of which column ``me`` is
-    right, channel_prefix_matrix and recv_channel_prefix_matrix int32 [R, C], recv_src_idx int32 [M],
-    is_token_in_rank bool [N, R], and send_head int32 [N, R].
+    Within a node it has 6 parts: rank_prefix_matrix int32 [R, R], of which column ``me`` is right,
+    channel_prefix_matrix and recv_channel_prefix_matrix int32 [R, C], recv_src_idx int32 [M], is_token_in_rank bool
+    [N, R], and send_head int32 [N, R].
 
-    Between n nodes 10: is_token_in_rank, rdma_channel_prefix_matrix [n, C], gbl_channel_prefix_matrix [R, C],
+    Between n nodes it has 10: is_token_in_rank, rdma_channel_prefix_matrix [n, C], gbl_channel_prefix_matrix [R, C],
     recv_rdma_channel_prefix_matrix [n, C], recv_rdma_rank_prefix_sum [n], recv_gbl_channel_prefix_matrix [R, C],
     recv_gbl_rank_prefix_sum int32 [R], recv_src_meta, send_rdma_head int32 [N, n], send_nvl_head.
 
@@ -130,8 +136,10 @@ def _normal_parts(
 
 
 def low_latency_handle(dispatched: Dispatched, max_tokens: int, hidden: int, num_experts: int) -> Parts:
-    """The handle of ``Buffer.low_latency_dispatch``: src_info int32 [L, R * M], layout_range int64 [L, R] that holds
-    ``first << 32 | count``, M, the hidden size and E.
+    """Make the handle of ``Buffer.low_latency_dispatch``.
+
+    Its parts are src_info int32 [L, R * M], layout_range int64 [L, R] of ``first << 32 | count``, M, the hidden size
+    and E.
     """
     return Parts(dispatched, 5, _low_latency_parts, max_tokens, hidden, num_experts)
 
@@ -143,9 +151,9 @@ def _low_latency_parts(
         return dispatched.routed.source_tokens
 
     def ranges() -> torch.Tensor:
-        found = dispatched.routed.slot_ranges
-        assert found is not None
-        first, count = found.to(torch.int64).unbind(2)
+        slot_ranges = dispatched.routed.slot_ranges
+        assert slot_ranges is not None
+        first, count = slot_ranges.to(torch.int64).unbind(2)
         return first << 32 | count
 
     return sources, ranges, lambda: max_tokens, lambda: hidden, lambda: num_experts

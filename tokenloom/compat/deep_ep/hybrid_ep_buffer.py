@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["HybridEPBuffer", "HybridEpConfigInstance", "indices_to_map"]
 
 HANDLE_PARTS = 12
-USUAL_SMS = 24
-"""SMs of a kernel where a client names none."""
+DEFAULT_SMS = 24
+"""SMs of a kernel if a client names none."""
 Permuted = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None", torch.Tensor, Parts]
-"""What a dispatch returns: rows, their probs, their scales, counts of experts, handle."""
+"""Result of a dispatch: rows, their probs, their scales, counts of experts, handle."""
 
 
 class HybridEpConfigInstance(SimpleNamespace):
@@ -43,17 +43,17 @@ class HybridEPBuffer(BufferBase):
 
     Args:
         group: the process group, over gloo for CPU tensors, over NCCL or gloo for CUDA tensors.
-        hidden_dim: what clients read again; calls may have others.
-        max_num_of_tokens_per_rank: what clients read again. Calls may have more tokens: with ``non_blocking`` only on
-            all ranks at once, since nobody waits to hear of one rank that has more.
+        hidden_dim: kept for the client; calls may have others.
+        max_num_of_tokens_per_rank: kept for the client. Calls may have more tokens. With ``non_blocking`` all ranks
+            must then have more at once: no rank waits to learn that another has more.
         num_local_experts: L.
         use_fp8: calls pass FP8 rows with scales.
         num_sms_dispatch_api: SMs of a kernel, at most 32; None: 24. The larger of this and the next counts.
-        num_sms_combine_api: the same.
+        num_sms_combine_api: as ``num_sms_dispatch_api``.
         **others: settings of upstream's kernels and buffers, which are unused.
 
     Attributes:
-        group: as given.
+        group: the argument.
         configurer: its ``buffer_config`` has the sizes so far.
     """
 
@@ -114,22 +114,22 @@ class HybridEPBuffer(BufferBase):
             hidden: [N, H], rows of a multiple of 16 bytes; FP8 with ``scaling_factor``.
             topk_idx: int64 [N, K]; or ``routing_map``.
             topk_weights: float32 [N, K]; or ``probs``.
-            num_of_experts_per_rank: L, where the buffer's is not meant.
-            num_of_experts: E, which is L times R; None: not checked.
-            use_fp8: hidden is FP8; None: as the buffer has it.
+            num_of_experts_per_rank: L; None takes the buffer's.
+            num_of_experts: E, which is L times R; None is not checked.
+            use_fp8: whether hidden is FP8; None takes the buffer's.
             routing_map: bool [N, E].
             probs: float32 [N, E].
             scaling_factor: float32 [N, H / 128].
             num_permuted_tokens: with ``non_blocking``, the rows of the outputs, a multiple of ``pad_multiple``. With a
-                handle, as many as that has. Else unused.
-            pad_multiple: rows of which each expert's group is a multiple; None: 1.
-            handle: of an earlier dispatch, whose layout is used again; then no routes, but other weights may come.
+                handle, the number of its rows. Otherwise unused.
+            pad_multiple: rows of which each expert's group is a multiple; None is 1.
+            handle: handle of an earlier dispatch, to use its layout again. Then pass no routes. Weights may differ.
             non_blocking: the host reads nothing.
-            fuse_permute_dispatch: a hint for upstream's kernels; unused.
-            num_dispatched_tokens: the same.
-            use_host_meta: the same.
+            fuse_permute_dispatch: unused hint for upstream's kernels.
+            num_dispatched_tokens: unused.
+            use_host_meta: unused.
             num_of_tokens_per_rank: the most tokens of any rank, the same on all; N is at most as large. With
-                ``non_blocking`` there is room for so many. Else unused: ranks may differ in N without it.
+                ``non_blocking`` this makes room for them. Otherwise unused: ranks may differ in N without it.
             **others: not served.
 
         Returns:
@@ -138,14 +138,14 @@ class HybridEPBuffer(BufferBase):
             without CUDA; on the device with ``non_blocking``); handle.
         """
         device = checks.device_of(hidden)
-        known = handle.dispatched.comm if isinstance(handle, Parts) else None
-        said = num_of_experts_per_rank
-        experts = self._experts(said) if said is None or isinstance(said, int) else None
+        comm = handle.dispatched.comm if isinstance(handle, Parts) else None
+        local = num_of_experts_per_rank
+        experts = self._experts(local) if local is None or isinstance(local, int) else None
 
         def likely() -> Shape:
             return checks.likely_shape(hidden, experts, topk_idx)
 
-        with self._calls.report_faults_of(device, known, shape=likely):
+        with self._calls.report_faults_of(device, comm, shape=likely):
             refuse(**others)
             hidden = hidden.contiguous() if checks.is_dense(hidden) else hidden
             payload = checks.by_row(checks.payload_of(hidden if scaling_factor is None else (hidden, scaling_factor)))
@@ -159,22 +159,22 @@ class HybridEPBuffer(BufferBase):
             if handle is not None:
                 _check_handle(handle, pad_multiple)
                 require(topk_idx is None and routing_map is None, "a handle is given: leave the routes out")
-                given = handle.dispatched
-                _check_rows(num_permuted_tokens, given.routed.shape[0])
-                weights = _weights(given.ids, topk_weights, probs, given.comm.plan.num_experts, device)
+                dispatched = handle.dispatched
+                _check_rows(num_permuted_tokens, dispatched.routed.shape[0])
+                weights = _weights(dispatched.ids, topk_weights, probs, dispatched.comm.plan.num_experts, device)
             else:
                 num_experts = self._num_experts(num_of_experts_per_rank, num_of_experts, routing_map)
                 routes = Routes(topk_idx, topk_weights, routing_map, probs, num_experts, len(hidden), device)
                 top_k, most = routes.width(non_blocking), len(hidden)
                 capacity = None
-                if non_blocking:  # nobody hears then of a rank that needs more room than it said
+                if non_blocking:  # the others cannot learn that a rank needs more room
                     most = max(most, slots, self.configurer.buffer_config.max_num_of_tokens_per_rank)
                     capacity = checks.number("num_permuted_tokens", num_permuted_tokens, 1)
                     require(capacity % alignment == 0, f"num_permuted_tokens {capacity} is no multiple of {alignment}")
         if handle is not None:
-            again = lambda: _again(handle, payload, weights)  # noqa: E731
-            found, _ = self._stream.run(again, (payload, weights, given.routed), device, None, False, False)
-            return found
+            resend = lambda: _resend(handle, payload, weights)  # noqa: E731
+            read = (payload, weights, dispatched.routed)
+            return self._stream.run(resend, read, device, None, False, False)[0]
         options: dict[str, Any] = {"layout": "expert", "alignment": alignment, "copy": "if_needed"}
         if capacity is not None:
             options |= {"sizes": "bounded", "capacity": capacity}
@@ -211,10 +211,10 @@ class HybridEPBuffer(BufferBase):
         Args:
             hidden: [rows, H], a row for each row of the dispatch.
             probs: float32 [rows], brought home as well, or None.
-            handle: of the dispatch.
-            pad_multiple: as of the dispatch, or None.
-            fuse_unpermute_combine: a hint for upstream's kernels; unused.
-            num_dispatched_tokens: the same.
+            handle: handle of the dispatch.
+            pad_multiple: that of the dispatch, or None.
+            fuse_unpermute_combine: unused hint for upstream's kernels.
+            num_dispatched_tokens: unused.
             **others: not served.
 
         Returns:
@@ -223,8 +223,8 @@ class HybridEPBuffer(BufferBase):
         device = checks.device_of(hidden)
         with self._calls.report_faults_of(device, None, "combine", shape=lambda: checks.likely_shape(hidden)):
             _check_handle(handle, pad_multiple)
-        given: Dispatched = handle.dispatched
-        comm, routed = given.comm, given.routed
+        dispatched: Dispatched = handle.dispatched
+        comm, routed = dispatched.comm, dispatched.routed
         with self._calls.report_faults_of(device, comm, "combine"):
             refuse(**others)
             rows = checks.tokens_of(checks.tensor("hidden", hidden).contiguous(), "hidden").detach()
@@ -240,16 +240,16 @@ class HybridEPBuffer(BufferBase):
             out = comm.combine(rows, routed, weighted=False)
             if probs is None:
                 return out, None
-            return out, dense(comm.combine_weights(probs, routed), given.ids, comm.plan.num_experts)
+            return out, dense(comm.combine_weights(probs, routed), dispatched.ids, comm.plan.num_experts)
 
         return self._stream.run(call, (rows, probs, routed), device, None, False, False)[0]
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        """Not served: raises NotServed. Use :meth:`dispatch_with_permute`."""
+        """Raise NotServed. Use :meth:`dispatch_with_permute`."""
         raise NotServed("HybridEPBuffer.dispatch is not served by tokenloom; use dispatch_with_permute")
 
     def combine(self, *args: Any, **kwargs: Any) -> Any:
-        """Not served: raises NotServed. Use :meth:`combine_with_unpermute`."""
+        """Raise NotServed. Use :meth:`combine_with_unpermute`."""
         raise NotServed("HybridEPBuffer.combine is not served by tokenloom; use combine_with_unpermute")
 
     def _num_experts(self, local: int | None, num_experts: int | None, routing_map: torch.Tensor | None) -> int:
@@ -262,7 +262,7 @@ class HybridEPBuffer(BufferBase):
         return total
 
     def _experts(self, local: int | None) -> int:
-        """E, of the L that a call names, or else the buffer."""
+        """Count all experts: R times the call's ``local``, or the buffer's if that is None."""
         return (self.configurer.buffer_config.num_of_experts_per_rank if local is None else local) * self.group_size
 
     def _note_sizes(self, comm: Communicator) -> None:
@@ -271,18 +271,18 @@ class HybridEPBuffer(BufferBase):
         sizes.max_num_of_tokens_per_rank = max(sizes.max_num_of_tokens_per_rank, plan.max_tokens_per_rank)
 
 
-def _sms_for(*named: int | None) -> int:
-    """SMs of all kernels: the most that the client names."""
-    given = [number for number in named if number]
-    return min(max(given, default=USUAL_SMS), most_sms())
+def _sms_for(*named_by_client: int | None) -> int:
+    """Choose the SMs of all kernels: the largest number that the client names."""
+    numbers = [number for number in named_by_client if number]
+    return min(max(numbers, default=DEFAULT_SMS), most_sms())
 
 
 def _handle(dispatched: Dispatched, alignment: int) -> Parts:
-    """The 12 parts of upstream's handle. The last two are the flag of an overflow: never, since that raises.
+    """Make a handle with the 12 parts of upstream's. The last two are the flag of an overflow, which raises here.
 
     Upstream's handle ended with the flag, as its 11th part. Since September 2026 the 11th part is
-    ``num_of_valid_tokens``, and the flag comes last. Programs read the flag as ``handle[-1]`` or as ``handle[10]``;
-    both find it. No program is known that reads the number there: it is that of the rows of ``hidden``.
+    ``num_of_valid_tokens``, and the flag comes last. Programs read the flag as ``handle[-1]`` or as ``handle[10]``,
+    and both work. No known program reads the number, which is that of the rows of ``hidden``.
     """
     made = Parts(dispatched, HANDLE_PARTS, _parts)
     vars(made)["alignment"] = alignment
@@ -304,7 +304,7 @@ def _check_handle(handle: object, pad_multiple: int | None) -> None:
 
 
 def _check_rows(num_permuted_tokens: int | torch.Tensor | None, rows: int) -> None:
-    """As many as the handle has, where the host knows."""
+    """Raise unless the number of rows is the handle's. A number on a GPU is not read."""
     if num_permuted_tokens is None or (isinstance(num_permuted_tokens, torch.Tensor) and num_permuted_tokens.is_cuda):
         return
     require(int(num_permuted_tokens) == rows, f"num_permuted_tokens is not {rows}, as the handle has")
@@ -317,7 +317,7 @@ def _weights(
     num_experts: int,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """Other weights [N, K] for the routes of a handle, or None."""
+    """Check other weights [N, K] for the routes of a handle, or None."""
     if topk_weights is not None:
         return checks.like("topk_weights", topk_weights, ids.shape, torch.float32, device)
     if probs is None:
@@ -327,12 +327,11 @@ def _weights(
     return probs.gather(1, ids.clamp(0, num_experts - 1))
 
 
-def _again(handle: Parts, payload: Any, weights: torch.Tensor | None) -> Permuted:
-    """Other rows, and maybe weights, to the places of a dispatch."""
-    given, alignment = handle.dispatched, vars(handle)["alignment"]
-    comm, routed = given.comm, given.routed
-    found = comm.dispatch_again(payload, routed, "if_needed")
-    rows, scales = found if isinstance(found, tuple) else (found, None)
+def _resend(handle: Parts, payload: Any, weights: torch.Tensor | None) -> Permuted:
+    """Send other rows, and other weights if there are some, to the places of a dispatch."""
+    comm, routed, alignment = handle.dispatched.comm, handle.dispatched.routed, vars(handle)["alignment"]
+    received = comm.dispatch_again(payload, routed, "if_needed")
+    rows, scales = received if isinstance(received, tuple) else (received, None)
     weighted = weights is not None
     if weights is not None:
         routed = comm.reweighted(routed, weights)
@@ -347,7 +346,7 @@ def _permuted(handle: Parts, routed: Routed, weighted: bool) -> Permuted:
 
 
 def _counts(comm: Communicator, routed: Routed, alignment: int) -> torch.Tensor:
-    """int64 [L], padded: in host memory where the host knows the number of rows."""
+    """Count the padded rows of each expert: int64 [L], in host memory if the host knows the number of rows."""
     if not isinstance(routed.num_rows, int):
         return (routed.expert_counts.long() + (alignment - 1)) // alignment * alignment
     counts = [align_up(count, alignment) for count in routed.counts_on_host()]

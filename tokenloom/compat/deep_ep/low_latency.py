@@ -33,7 +33,7 @@ class LowLatencyMode(BufferBase):
 
     Attributes:
         rank, group_size: of this process, and of the group.
-        enable_shrink: as given; ranks may be masked.
+        enable_shrink: whether ranks may be masked.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class LowLatencyMode(BufferBase):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes to pass as ``num_rdma_bytes``: two buffers of places for bfloat16 rows.
+        """Return bytes to pass as ``num_rdma_bytes``: two buffers of places for bfloat16 rows.
 
         tokenloom allocates nothing of that size when the buffer is made.
         """
@@ -145,8 +145,8 @@ class LowLatencyMode(BufferBase):
             require(taken, "the hook of this dispatch was not called yet; call it before its handle is used")
             return taken[0]
 
-        given: Any = _Hooked(comm, topk_idx, ready)
-        made = low_latency_handle(given, most, hidden, num_experts)
+        hooked: Any = _Hooked(comm, topk_idx, ready)
+        made = low_latency_handle(hooked, most, hidden, num_experts)
         assert out.expert_counts is not None
         return rows, out.expert_counts, made, EventOverlap(), hook
 
@@ -161,8 +161,7 @@ class LowLatencyMode(BufferBase):
         stats: torch.Tensor | None,
         async_finish: bool,
     ) -> tuple[Payload, torch.Tensor, Parts, EventOverlap, None]:
-        """A dispatch without a hook, whose arguments are right."""
-
+        """Make a dispatch without a hook, with checked arguments."""
         device = x.device
 
         def whole() -> tuple[Any, ...]:
@@ -200,11 +199,11 @@ class LowLatencyMode(BufferBase):
 
         Args:
             x: bfloat16 [L, R * M, H] contiguous, a row for each place of the dispatch.
-            topk_idx: int64 [N, K], as it was dispatched.
+            topk_idx: int64 [N, K], the ids of the dispatch.
             topk_weights: float32 [N, K], contiguous.
-            handle: of the dispatch.
+            handle: handle of the dispatch.
             use_logfmt: not served; False.
-            zero_copy: x was written to what :meth:`get_next_low_latency_combine_buffer` gave, which is read instead.
+            zero_copy: read the tensor from :meth:`get_next_low_latency_combine_buffer` instead of x.
             async_finish: as in :meth:`low_latency_dispatch`.
             return_recv_hook: as in :meth:`low_latency_dispatch`.
             out: [N, H] of x's dtype to write the result to, or None.
@@ -212,7 +211,7 @@ class LowLatencyMode(BufferBase):
             **others: options of forks (``overlap``, ``comp_signal`` ...), which are not served.
 
         Returns:
-            combined_x [N, H] of x's dtype, which is ``out`` if that is given; event; hook or None.
+            combined_x [N, H] of x's dtype, which is ``out`` if there is one; event; hook or None.
         """
         device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
 
@@ -236,8 +235,8 @@ class LowLatencyMode(BufferBase):
             if out is not None:
                 checks.like("out", out, [len(ids), shape[2]], x.dtype, device)
         if not return_recv_hook:
-            given = (rows, weights, routed, out)
-            home, event = self._stream.run(lambda: _home(comm, *given), given, device, None, async_finish, False)
+            inputs = (rows, weights, routed, out)
+            home, event = self._stream.run(lambda: _home(comm, *inputs), inputs, device, None, async_finish, False)
             return home, event, None
         home = torch.empty(len(ids), shape[2], dtype=rows.dtype, device=device) if out is None else out
         self._stream.order_behind(device)
@@ -255,7 +254,7 @@ class LowLatencyMode(BufferBase):
         return home, EventOverlap(), hook
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
-        """A tensor bfloat16 [L, R * M, H] to write the experts' rows to, for a combine with ``zero_copy``."""
+        """Return a bfloat16 tensor [L, R * M, H] for the experts' rows of a combine with ``zero_copy``."""
         require(isinstance(handle, Parts) and len(handle) == 5, "handle: expected that of low_latency_dispatch")
         if "room" not in vars(handle):
             routed = handle.dispatched.routed
@@ -264,7 +263,7 @@ class LowLatencyMode(BufferBase):
         return vars(handle)["room"]
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Do nothing: no call leaves anything behind that another one has to find clean."""
+        """Do nothing: no call needs a clean buffer."""
 
     # -- ranks that are gone --------------------------------------------------------------------------------
 
@@ -284,7 +283,7 @@ class LowLatencyMode(BufferBase):
         if not mask and rank_to_mask in self._masked():
             raise NotServed("a masked rank cannot be unmasked; make new buffers on a new process group of all ranks")
         if mask:
-            for comm in self._calls.all():  # one of them may have masked it by itself
+            for comm in self._calls.all():  # a communicator may have masked the rank by itself
                 if rank_to_mask not in comm.masked_ranks():
                     comm.mask_ranks([rank_to_mask])
 
@@ -325,18 +324,18 @@ def _first_call(comm: Communicator) -> str:
 def _home(
     comm: Communicator, rows: torch.Tensor, weights: torch.Tensor, routed: Routed, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """Rows at home, weighted."""
+    """Combine rows with weights from home."""
     return comm.combine(rows, routed, topk_weights=weights, out=out)
 
 
 @lru_cache(maxsize=64)
 def _room_of(local: int, places: int, hidden: int, dtype: torch.dtype, use_fp8: bool, use_ue8m0: bool) -> _Room:
-    """Room of a kind, which takes the host longer to describe than to make."""
+    """Describe room for one kind of dispatch. That takes the host longer than making it, so it is kept."""
     return _Room(local, places, hidden, dtype, use_fp8, use_ue8m0)
 
 
 class _Hooked:
-    """A dispatch whose result comes with its hook."""
+    """Dispatch whose result comes with its hook."""
 
     def __init__(self, comm: Communicator, ids: torch.Tensor, ready: Callable[[], Routed]) -> None:
         self.comm, self.ids, self._ready = comm, ids, ready
@@ -347,7 +346,7 @@ class _Hooked:
 
 
 class _Room:
-    """Tensors for the results of dispatches of one kind: what they are like."""
+    """Room for the results of one kind of dispatch: shapes, strides and dtypes of its tensors."""
 
     def __init__(
         self, local: int, places: int, hidden: int, dtype: torch.dtype, use_fp8: bool, use_ue8m0: bool
@@ -360,7 +359,7 @@ class _Room:
             self._scales = tuple(like.shape), like.stride(), like.dtype
 
     def make(self, device: torch.device) -> tuple[Payload, DispatchOut]:
-        """New ones, as the client gets them, and as a dispatch takes them."""
+        """Make new tensors: (as the client gets them, as a dispatch takes them)."""
         rows = torch.empty(self._rows, dtype=self._dtype, device=device)
         counts = torch.empty(self._local, dtype=torch.int32, device=device)
         if self._scales is None:

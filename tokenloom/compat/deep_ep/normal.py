@@ -30,7 +30,7 @@ Received = tuple[
     "Parts | None",
     EventOverlap,
 ]
-"""What a dispatch returns."""
+"""Result of a dispatch."""
 
 
 class NormalMode(BufferBase):
@@ -38,7 +38,7 @@ class NormalMode(BufferBase):
 
     Attributes:
         rank, group_size: of this process, and of the group.
-        num_sms: what clients read and set; see ``set_num_sms``.
+        num_sms: number that clients read and set; see ``set_num_sms``.
     """
 
     num_sms: ClassVar[int] = 20
@@ -58,7 +58,7 @@ class NormalMode(BufferBase):
         """Count where tokens go. Not collective.
 
         Args:
-            topk_idx: int64 [N, K], contiguous; what is not in 0 .. E - 1 is no route.
+            topk_idx: int64 [N, K], contiguous; an id outside of 0 .. E - 1 is no route.
             num_experts: E, divisible by the R ranks.
             previous_event: as in :meth:`dispatch`.
             async_finish: as in :meth:`dispatch`.
@@ -82,7 +82,7 @@ class NormalMode(BufferBase):
             local = num_experts // self.group_size
             in_rank = ranks_of_ids(topk_idx, local, self.group_size)
             experts = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-            flat = topk_idx.clamp(-1, num_experts).remainder(num_experts + 1).flatten()  # the last: no route
+            flat = topk_idx.clamp(-1, num_experts).remainder(num_experts + 1).flatten()  # the last counts no routes
             experts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
             on_nodes = in_rank.unflatten(1, (self._num_nodes, -1)).any(2).sum(0, dtype=torch.int32)
             return in_rank.sum(0, dtype=torch.int32), on_nodes, experts[:num_experts], in_rank
@@ -115,33 +115,34 @@ class NormalMode(BufferBase):
         Args:
             x: [N, H] contiguous, rows of a multiple of 16 bytes; or (1-byte [N, H], float32 or int32 scales [N, n]).
                 N may differ per rank and may be 0.
-            handle: of an earlier dispatch, whose layout is used again; then neither ids nor weights.
-            num_tokens_per_rank: from :meth:`get_dispatch_layout`; counted anew here.
-            num_tokens_per_rdma_rank: the same.
+            handle: handle of an earlier dispatch, to use its layout again. Then pass neither ids nor weights.
+            num_tokens_per_rank: from :meth:`get_dispatch_layout`; checked, and counted anew.
+            num_tokens_per_rdma_rank: from :meth:`get_dispatch_layout`; checked, and counted anew.
             is_token_in_rank: from :meth:`get_dispatch_layout`. Without ids it says where tokens go. With ids it must
-                be theirs, which is checked on CPUs.
-            num_tokens_per_expert: from there too; its length is E. Without ids it has the counts that are returned.
+                match them, which is checked on CPUs.
+            num_tokens_per_expert: from :meth:`get_dispatch_layout`; its length is E. Without ids it gives the counts
+                that are returned.
             topk_idx: int64 [N, K], contiguous; only together with ``topk_weights``.
             topk_weights: float32 [N, K], contiguous; only together with ``topk_idx``.
             expert_alignment: the counts that are returned are rounded up to it; rows are not padded.
             num_worst_tokens: rows of the outputs, the same on all ranks, at least R * N on each; the host then reads
-                nothing. 0: as many as arrive.
+                nothing. With 0, outputs have the rows that arrive.
             config: a ``Config`` or None; otherwise unused.
-            previous_event: to start after; None: the current stream's work so far.
+            previous_event: event to start after; None is the current stream's work so far.
             async_finish: the current stream does not wait; the event says when it is done.
-            allocate_on_comm_stream: needs the other two.
+            allocate_on_comm_stream: needs ``previous_event`` and ``async_finish``.
 
         Returns:
             recv_x (with scales as x has them), in the order source rank, then token; recv_topk_idx int64 [M, K], local
             expert or -1; recv_topk_weights float32 [M, K], 0 where the id is -1; the list of L counts, empty with
-            ``num_worst_tokens``; handle; event. With a handle given, all but recv_x and the event are None. Rows
+            ``num_worst_tokens``; handle; event. If a handle was passed, all but recv_x and the event are None. Rows
             beyond those that arrived have ids of -1 and are otherwise unspecified.
         """
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         device = checks.device_of(x)
         if handle is not None:
-            given = _dispatched(self, handle, device)
-            with self._calls.report_faults_of(device, given.comm):
+            dispatched = _dispatched(self, handle, device)
+            with self._calls.report_faults_of(device, dispatched.comm):
                 self._stream.check(*streams)
                 checks.config(config)
                 require(
@@ -150,12 +151,12 @@ class NormalMode(BufferBase):
                 payload = checks.payload_of(x)
             copy = checks.copies(async_finish)
 
-            def again() -> Payload:
-                with self._calls.report_faults_of(device, given.comm):
+            def resend() -> Payload:
+                with self._calls.report_faults_of(device, dispatched.comm):
                     sent = checks.by_row(payload)
-                return checks.received_again(given.comm.dispatch_again(sent, given.routed, copy), x)
+                return checks.received_again(dispatched.comm.dispatch_again(sent, dispatched.routed, copy), x)
 
-            rows, event = self._stream.run(again, (x, given.routed), device, *streams)
+            rows, event = self._stream.run(resend, (x, dispatched.routed), device, *streams)
             return rows, None, None, None, None, event
         experts = num_tokens_per_expert.numel() if checks.is_dense(num_tokens_per_expert) else None
 
@@ -205,16 +206,20 @@ class NormalMode(BufferBase):
                 counts = routed.counts_on_host()
             elif not num_worst_tokens:
                 counts = self._local_counts(num_tokens_per_expert, device)
-            found = Dispatched(comm, routed, ids if topk_idx is None else kept_ids(ids, routed), topk_idx is not None)
-            return *_received(found, x, counts, expert_alignment), found
+            ids = ids if topk_idx is None else kept_ids(ids, routed)
+            dispatched = Dispatched(comm, routed, ids, topk_idx is not None)
+            return *_received(dispatched, x, counts, expert_alignment), dispatched
 
         inputs = (x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
-        (rows, recv_ids, recv_weights, counts, found), event = self._stream.run(call, inputs, device, *streams)
+        (rows, recv_ids, recv_weights, counts, dispatched), event = self._stream.run(call, inputs, device, *streams)
         assert is_token_in_rank is not None
-        return rows, recv_ids, recv_weights, counts, self._handle(found, is_token_in_rank), event
+        return rows, recv_ids, recv_weights, counts, self._handle(dispatched, is_token_in_rank), event
 
     def _most(self, num_worst_tokens: int, num_tokens: int) -> int:
-        """Most tokens of a rank, or 0 where counts are read. Where they are not, nobody hears of a rank with more."""
+        """Return the most tokens of a rank, or 0 if the host reads counts.
+
+        If it reads none, the other ranks cannot learn that one has more.
+        """
         most = -(-checks.number("num_worst_tokens", num_worst_tokens, 0) // self.group_size)
         if most and num_tokens > most:
             raise ShapeMismatch(
@@ -223,8 +228,8 @@ class NormalMode(BufferBase):
             )
         return most
 
-    def _handle(self, found: Dispatched, is_token_in_rank: torch.Tensor) -> Parts:
-        return normal_handle(found, is_token_in_rank, max(1, self.num_sms // 2), self._num_nodes)
+    def _handle(self, dispatched: Dispatched, is_token_in_rank: torch.Tensor) -> Parts:
+        return normal_handle(dispatched, is_token_in_rank, max(1, self.num_sms // 2), self._num_nodes)
 
     @naming("Buffer.internode_dispatch")
     def internode_dispatch(
@@ -244,14 +249,14 @@ class NormalMode(BufferBase):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> Received:
-        """:meth:`dispatch`, for programs that call its form between nodes by name.
+        """Call :meth:`dispatch`, for programs that name its form between nodes.
 
         Raises:
-            BadCall: the buffer knows one node.
+            BadCall: all ranks of the buffer are on one node.
         """
         require(self._num_nodes > 1, "all ranks are on one node; call dispatch, or set_ranks_per_node before")
-        given = {name: value for name, value in locals().items() if name != "self"}
-        return self.dispatch(**given)
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        return self.dispatch(**arguments)
 
     @naming("Buffer.internode_combine")
     def internode_combine(
@@ -265,14 +270,14 @@ class NormalMode(BufferBase):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """:meth:`combine`, for programs that call its form between nodes by name.
+        """Call :meth:`combine`, for programs that name its form between nodes.
 
         Raises:
-            BadCall: the buffer knows one node.
+            BadCall: all ranks of the buffer are on one node.
         """
         require(self._num_nodes > 1, "all ranks are on one node; call combine, or set_ranks_per_node before")
-        given = {name: value for name, value in locals().items() if name != "self"}
-        return self.combine(**given)
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        return self.combine(**arguments)
 
     def _check_layout(
         self,
@@ -281,7 +286,7 @@ class NormalMode(BufferBase):
         is_token_in_rank: torch.Tensor | None,
         num_tokens_per_expert: torch.Tensor | None,
     ) -> int:
-        """E, of what ``get_dispatch_layout`` gave."""
+        """Check what ``get_dispatch_layout`` returned, and return E."""
         layout = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
         require(
             all(map(checks.is_dense, layout)),
@@ -301,14 +306,14 @@ class NormalMode(BufferBase):
         return num_experts
 
     def _is_mask(self, is_token_in_rank: torch.Tensor, ids: torch.Tensor, num_experts: int) -> bool:
-        """Whether the mask is that of the ids, by which tokens travel. Asked on CPUs alone, where it costs no wait."""
+        """Tell whether the mask matches the ids, by which tokens travel. True on GPUs, where the check would wait."""
         if ids.is_cuda or bool((ids >= num_experts).any()):  # ids that are too big have an error of their own
             return True
         mask = ranks_of_ids(ids, num_experts // self.group_size, self.group_size)
         return torch.equal(mask, is_token_in_rank)
 
     def _local_counts(self, num_tokens_per_expert: torch.Tensor, device: torch.device) -> list[int]:
-        """Tokens of all ranks for each local expert, as the ranks say that have no ids."""
+        """Add the counts of all ranks for each local expert. Without ids only the ranks' own counts are known."""
         meeting = self._calls.meeting(device)
         counts = meeting.all_gather_object(num_tokens_per_expert.tolist(), "counts of Buffer.dispatch")
         total = torch.tensor(counts, dtype=torch.int64, device="cpu").sum(0).view(self.group_size, -1)
@@ -330,9 +335,9 @@ class NormalMode(BufferBase):
 
         Args:
             x: [M, H] contiguous, a row for each row that the dispatch received. With ``num_worst_tokens`` rows behind
-                the last may be left out.
-            handle: of the dispatch.
-            topk_weights: float32 [M, K], summed as the rows are; None: no weights.
+                the last received one may be left out.
+            handle: handle of the dispatch.
+            topk_weights: float32 [M, K], summed as the rows are, or None.
             bias: [N, H] of x's dtype, or two, to add to the sum before it is rounded.
             config: as in :meth:`dispatch`.
             previous_event: as in :meth:`dispatch`.
@@ -344,15 +349,15 @@ class NormalMode(BufferBase):
         """
         device = checks.device_of(x)
         streams = (previous_event, async_finish, allocate_on_comm_stream)
-        given = _dispatched(self, handle, device, "combine")
-        routed, comm = given.routed, given.comm
+        dispatched = _dispatched(self, handle, device, "combine")
+        routed, comm = dispatched.routed, dispatched.comm
         with self._calls.report_faults_of(device, comm, "combine"):
             self._stream.check(*streams)
             checks.config(config)
             rows = checks.rows_of(x, routed)
-            biases = checks.biases_of(bias, rows, len(given.ids))
+            biases = checks.biases_of(bias, rows, len(dispatched.ids))
             if topk_weights is not None:
-                require(given.with_ids, "topk_weights: the dispatch had none, leave them out")
+                require(dispatched.with_ids, "topk_weights: the dispatch had none, leave them out")
                 assert routed.topk_ids is not None
                 wanted = [len(x), comm.plan.top_k]
                 topk_weights = checks.like("topk_weights", topk_weights, wanted, torch.float32, device)
@@ -369,13 +374,13 @@ class NormalMode(BufferBase):
 
 
 def _received(
-    found: Dispatched, x: object, counts: list[int], alignment: int
+    dispatched: Dispatched, x: object, counts: list[int], alignment: int
 ) -> tuple[Payload, torch.Tensor | None, torch.Tensor | None, list[int]]:
-    """What a dispatch gives: rows, ids, weights, rounded counts."""
-    routed = found.routed
+    """Make the results of a dispatch: rows, ids, weights, rounded counts."""
+    routed = dispatched.routed
     if alignment > 1:
         counts = [align_up(count, alignment) for count in counts]
-    ids = routed.unused_ids_marked() if found.with_ids else None
+    ids = routed.unused_ids_marked() if dispatched.with_ids else None
     return checks.received(routed, x), ids, routed.topk_weights, counts
 
 

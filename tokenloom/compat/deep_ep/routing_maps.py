@@ -1,4 +1,4 @@
-"""Routes as a client of HybridEPBuffer gives them: by ids, or by maps of all experts."""
+"""Routes of a client of HybridEPBuffer: ids, or maps of all experts."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def indices_to_map(
 
 
 def dense(values: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Values [N, K] of routes -> [N, E], 0 where there is none."""
-    out = values.new_zeros(len(ids), num_experts + 1)  # the last column takes what is no route
+    """Spread values [N, K] of routes over experts: [N, E], 0 without a route."""
+    out = values.new_zeros(len(ids), num_experts + 1)  # the last column takes ids that are no route
     columns = ids.clamp(-1, num_experts).remainder(num_experts + 1).long()
     return out.scatter_add_(1, columns, values)[:, :num_experts].contiguous()
 
 
 def ids_of_map(routing_map: torch.Tensor, top_k: int) -> torch.Tensor:
-    """A map bool [N, E] -> int64 ids [N, K], ascending, -1 behind the last."""
+    """Turn a map bool [N, E] into ids int64 [N, K], ascending, -1 behind the last."""
     num_experts = routing_map.shape[1]
-    places = num_experts - torch.arange(num_experts, device=routing_map.device)
-    found = torch.where(routing_map, places, 0)
-    found = torch.nn.functional.pad(found, (0, max(0, top_k - num_experts))).topk(top_k, dim=1).values
-    return torch.where(found > 0, num_experts - found, -1)
+    keys = num_experts - torch.arange(num_experts, device=routing_map.device)  # topk gives the largest first
+    chosen = torch.where(routing_map, keys, 0)
+    chosen = torch.nn.functional.pad(chosen, (0, max(0, top_k - num_experts))).topk(top_k, dim=1).values
+    return torch.where(chosen > 0, num_experts - chosen, -1)
 
 
 class Routes:
-    """Where tokens go, by ids or by a map, checked."""
+    """Routes of tokens, from checked ids or a checked map."""
 
     def __init__(
         self,
@@ -74,11 +74,12 @@ class Routes:
         self.weighted = (topk_weights if topk_idx is not None else probs) is not None
 
     def width(self, non_blocking: bool) -> int:
-        """K: of the ids, or the most routes of a token in the map. Where the host may not read it: all experts, or 32.
+        """Find K: the columns of the ids, or the most routes of a token in the map.
+
+        If the host may not read the map, K is the number of experts, at most 32.
 
         Raises:
-            NotServed: a token has more than 32 routes. Where the host may not read the map, calls report an id that is
-                none.
+            NotServed: a token has more than 32 routes. If the host may not read the map, calls report a wrong id.
         """
         if self._ids is not None:
             return self._ids.shape[1]
@@ -91,11 +92,11 @@ class Routes:
         return min(self._map.shape[1], MAX_TOP_K) if non_blocking else max(1, most)
 
     def by_token(self, top_k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """int64 ids [N, K], the caller's own if it gave some, and float32 weights [N, K], or None without."""
+        """Return ids int64 [N, K], the caller's own if there are some, and weights float32 [N, K] or None."""
         if self._ids is not None:
             return self._ids, self._weights
         assert self._map is not None
         ids = ids_of_map(self._map, top_k)
-        if self._map.shape[1] > top_k:  # an id that is none: calls report it, where the host may not look
+        if self._map.shape[1] > top_k:  # a wrong id stands for too many routes: calls report it without a host read
             ids = torch.where((self._map.sum(1) > top_k)[:, None], self._map.shape[1], ids)
         return ids, None if self._probs is None else self._probs.gather(1, ids.clamp(0, self._map.shape[1] - 1))

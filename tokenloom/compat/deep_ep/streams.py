@@ -1,4 +1,4 @@
-"""On which stream a call runs, and what waits for it."""
+"""Streams of calls: which one a call runs on, and what waits for it."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ NOTHING_AROUND: AbstractContextManager[Any] = nullcontext()
 
 
 def without_graph() -> AbstractContextManager[Any]:
-    """Do what ``torch.no_grad()`` does; nothing where gradients are disabled, which costs the host less."""
+    """Return ``torch.no_grad()``, or a null context if gradients are off already, which costs the host less."""
     return torch.no_grad() if torch.is_grad_enabled() else NOTHING_AROUND
 
 
 class CommStream:
-    """The stream of a buffer's asynchronous calls, one after another. Other calls run on the current stream, behind
-    those. On the CPU calls just run."""
+    """Stream of a buffer's asynchronous calls, one after another.
+
+    Other calls run on the current stream, behind those. On the CPU calls just run.
+    """
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
     def of(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream, made at first use."""
+        """Return the stream, made at first use."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device, priority=-1)
         return self._stream
 
     def get(self) -> torch.cuda.Stream | None:
-        """The stream for the current GPU, None where this process has not used CUDA."""
+        """Return the stream for the current GPU, or None if this process has not used CUDA."""
         if not torch.cuda.is_initialized():
             return None
         return self.of(torch.device("cuda", torch.cuda.current_device()))
 
     @staticmethod
     def check(previous_event: object, async_finish: bool, allocate_on_comm_stream: bool) -> None:
-        """Raise BadCall for options of streams that do not go together, and for what is no event."""
+        """Raise BadCall for options that do not go together, and for a value that is no event."""
         recorded_in(previous_event)
         both = is_event(previous_event) and async_finish
         require(both or not allocate_on_comm_stream, "allocate_on_comm_stream needs previous_event and async_finish")
@@ -62,13 +64,13 @@ class CommStream:
 
         Args:
             inputs: everything that the call reads.
-            device: of its tensors.
-            previous_event: EventOverlap or EventHandle to start after; None: the current stream's work so far.
+            device: device of its tensors.
+            previous_event: EventOverlap or EventHandle to start after; None is the current stream's work so far.
             async_finish: leave it to the caller to wait for the event that is returned.
             allocate_on_comm_stream: checked by :meth:`check`. Results are always allocated where the call runs.
 
         Returns:
-            What the call returned, and its event: ``EventOverlap(None)`` if the current stream waits already.
+            The result of the call, and its event: ``EventOverlap(None)`` if the current stream waits already.
         """
         before = recorded_in(previous_event)
         if not async_finish or device.type != "cuda":
@@ -90,10 +92,10 @@ class CommStream:
         results = _cuda_tensors(result)
         for tensor in results:
             tensor.record_stream(current)
-        given = _cuda_tensors(inputs)
-        for tensor in given:
+        read = _cuda_tensors(inputs)
+        for tensor in read:
             tensor.record_stream(stream)
-        return result, EventOverlap(EventHandle.of(stream.record_event()), (*given, *results))
+        return result, EventOverlap(EventHandle.of(stream.record_event()), (*read, *results))
 
     def order_behind(self, device: torch.device) -> None:
         """Make the current stream wait for calls on this one, before a call that runs there."""
@@ -102,6 +104,6 @@ class CommStream:
 
 
 def _cuda_tensors(value: object) -> list[torch.Tensor]:
-    given = value if isinstance(value, tuple) else (value,)
-    whole = tuple(tuple(each) if isinstance(each, list) else each for each in given)
+    values = value if isinstance(value, tuple) else (value,)
+    whole = tuple(tuple(each) if isinstance(each, list) else each for each in values)
     return [tensor for tensor in tensors_in(whole) if tensor.is_cuda]

@@ -41,10 +41,10 @@ def init_seed(seed: int) -> None:
 
 
 def get_global_seed() -> int:
-    """The seed that all ranks share."""
+    """Return the seed that all ranks share."""
     return _seeds["global"]
 
 
 def get_local_seed() -> int:
-    """The seed of this rank."""
+    """Return the seed of this rank."""
     return _seeds["local"]
