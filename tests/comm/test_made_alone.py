@@ -15,7 +15,7 @@ from tests.comm.test_first_messages import dispatch, make_comm
 from tests.runtime.test_interrupted_waits import at_once
 from tests.support.on_ranks import on_ranks
 from tests.support.server import LIMIT_S, Server
-from tokenloom.comm.growing import Communicators, Shape
+from tokenloom.comm.communicators_by_shape import Communicators, Shape
 from tokenloom.runtime.processes import RankContext
 
 NUM_RANKS, ODD = 3, 1

@@ -15,7 +15,7 @@ import tokenloom as tl
 from tests.support.patience import only_late
 from tests.support.server import Server
 from tests.support.slow import mostly_slow
-from tokenloom.comm.growing import Communicators, Shape
+from tokenloom.comm.communicators_by_shape import Communicators, Shape
 from tokenloom.compat import deep_ep
 from tokenloom.runtime.links import Links
 from tokenloom.runtime.processes import RankContext

@@ -16,7 +16,7 @@ import tokenloom as tl
 from tests.support.cases import FP32, Case, make_comm, make_problem, same_bits
 from tests.support.on_ranks import on_ranks
 from tests.support.patience import PATIENCE_S
-from tokenloom.comm.growing import Communicators, Shape
+from tokenloom.comm.communicators_by_shape import Communicators, Shape
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.turns import Turn
 

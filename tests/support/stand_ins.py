@@ -22,7 +22,7 @@ from tokenloom.backends.peers import backend, buffers, outcomes
 from tokenloom.backends.peers.opening import Launcher
 from tokenloom.backends.peers.outcomes import CAPTURED_SLOT
 from tokenloom.comm import communicator
-from tokenloom.comm.growing import Communicators
+from tokenloom.comm.communicators_by_shape import Communicators
 from tokenloom.inference import mega_gemms
 from tokenloom.jit import kernel
 from tokenloom.runtime import rendezvous

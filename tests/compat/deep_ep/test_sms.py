@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.stand_ins import StandIns
-from tokenloom.comm import growing
+from tokenloom.comm import communicators_by_shape
 from tokenloom.compat import deep_ep
 from tokenloom.compat.deep_ep.faults import BadCall
 from tokenloom.errors import PeerError, ShapeMismatch
@@ -120,7 +120,7 @@ def test_what_cannot_be_looked_up_is_named(stand_ins: StandIns) -> None:
 
 def test_fewer_sms_where_a_rank_may_use_no_more(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
     """An MPS limit, say. Whoever names a number has it, or an error."""
-    monkeypatch.setattr(growing, "_usable_sms", lambda device: 26)
+    monkeypatch.setattr(communicators_by_shape, "_usable_sms", lambda device: 26)
     x, ids, weights = tensors()
     buffer = deep_ep.Buffer(stand_ins.group(), 0, 1 << 20, low_latency_mode=True)
     buffer.low_latency_dispatch(x, ids, TOKENS, EXPERTS)

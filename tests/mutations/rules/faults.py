@@ -134,24 +134,24 @@ ENDINGS = (
       f"{HOST}no_memory_for_ranks_that_come_back"),
 )
 
-GROWING = "tests/comm/test_growing.py::test_a_fault_comes_before_growth"
+GROWING = "tests/comm/test_communicators_by_shape.py::test_a_fault_comes_before_growth"
 
 GROWTH = (
     M("no-room-and-silent", "a rank that needs another communicator makes it without a word",
-      "comm.growing:Communicators.run", "self._announce(found or self._last, tokens)", "pass",
-      "tests/comm/test_growing.py::test_a_layer_whose_batches_grow"),
+      "comm.communicators_by_shape:Communicators.run", "self._announce(found or self._last, tokens)", "pass",
+      "tests/comm/test_communicators_by_shape.py::test_a_layer_whose_batches_grow"),
     M("growth-in-spite-of-a-fault", "a rank that needs room goes to make more though another one has failed",
-      "comm.growing:Communicators._announce", "not means_growth(error.reason)", "False", GROWING),
+      "comm.communicators_by_shape:Communicators._announce", "not means_growth(error.reason)", "False", GROWING),
     M("no-room-is-any-fault", "the others take a rank that needs room for one that has failed",
-      "comm.growing:Communicators.run", "not means_growth(error.reason)", "True",
-      "tests/comm/test_growing.py::test_a_layer_whose_batches_grow"),
+      "comm.communicators_by_shape:Communicators.run", "not means_growth(error.reason)", "True",
+      "tests/comm/test_communicators_by_shape.py::test_a_layer_whose_batches_grow"),
     M("nobody-to-tell", "a fault before the first communicator is not told",
-      "comm.growing:Communicators._tell", "agree(self.meeting(device), raising(fault), MAKING)",
+      "comm.communicators_by_shape:Communicators._tell", "agree(self.meeting(device), raising(fault), MAKING)",
       "agree(self.meeting(device), lambda: ({}, None), MAKING)",
       "tests/compat/deep_ep/test_normal.py::test_dispatch_fault"),
     M("room-is-not-what-it-says", "the need of more room has the name of another fault", "runtime.openings:encode",
       "f'{type(fault).__name__}: {fault}'", "f'{type(fault).__mro__[1].__name__}: {fault}'",
-      "tests/comm/test_growing.py::test_a_layer_whose_batches_grow"),
+      "tests/comm/test_communicators_by_shape.py::test_a_layer_whose_batches_grow"),
 )
 
 MEETING = "tests/runtime/test_rendezvous.py::test_"
@@ -170,7 +170,8 @@ AGREEMENTS = (
       "agree(ranks, lambda: ({}, None), MAKING)",
       "tests/comm/test_torch_modes.py::test_a_transform_on_one_rank_is_told[fake]", num_ranks=4),
     M("two-threads-make-one", "a thread makes a communicator while another one is in a call of its process group",
-      "comm.growing:Communicators._make", "raising(in_turn) if in_turn else lambda: (shape._asdict(), mine)",
+      "comm.communicators_by_shape:Communicators._make",
+      "raising(in_turn) if in_turn else lambda: (shape._asdict(), mine)",
       "lambda: (shape._asdict(), mine)", "tests/comm/test_threads.py::test_a_thread_that_makes_the_first_communicator",
       num_ranks=4),
 )

@@ -33,7 +33,7 @@ CALLS = (
       "routed._owner is not owner", "False", f"{ERRORS}combine_on_the_wrong_communicator[{ON_TWO}collective]"),
     M("layouts-of-scales-are-not-compared", "ranks do not compare the layout of scales",
       "backends.handshake:dispatch_fields",
-      "vars(meant or kind.options)", "{**vars(meant or kind.options), 'scale_layout': 'rows'}",
+      "vars(user_options or kind.options)", "{**vars(user_options or kind.options), 'scale_layout': 'rows'}",
       f"{ERRORS}disagreement_on_fp8"),
     M("waits-without-end", "a deadline may be infinite", "runtime.waiting:checked_seconds",
       "0 < value <= MAX_TIMEOUT_S", "0 < value", f"{ERRORS}construction_fault[{ON_TWO}a timeout without end]",

@@ -17,7 +17,7 @@ WITHIN_DISPATCH = (f"{ON_TIMEOUT}::test_late_within_a_dispatch",)
 AGREEMENT = (
     M("growth-over-the-process-group",
       "ranks that are left agree about another communicator by collectives that cannot end",
-      "comm.growing:Communicators.meeting", "meeting = meeting.left_by_pairs()", "pass",
+      "comm.communicators_by_shape:Communicators.meeting", "meeting = meeting.left_by_pairs()", "pass",
       "tests/comm/test_shrinking.py::test_a_death"),
     M("lists-are-not-compared", "ranks mask what each of them was told", f"{MEMBERSHIP}.ask",
       "change[1:] != [request, _listed(ranks)]", "False", f"{MASKED}::test_lists_that_differ", num_ranks=4),

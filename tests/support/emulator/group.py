@@ -35,7 +35,7 @@ from tokenloom.backends.nodes.padded import PADDED
 from tokenloom.backends.peers import backend as backend_module
 from tokenloom.backends.peers import buffers, opening, outcomes
 from tokenloom.backends.peers.backend import NvlinkBackend
-from tokenloom.comm import communicator, growing
+from tokenloom.comm import communicator, communicators_by_shape
 from tokenloom.comm.calls import Kinds
 from tokenloom.comm.engine import Engine
 from tokenloom.errors import PeerTimeout
@@ -532,7 +532,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (kernel_reports.FaultFlag, "give_up", _give_up),
             (kernel_reports, "_pinned", lambda *shape: torch.zeros(shape, dtype=torch.int32)),
             (communicator.Communicator, "__init__", _make_communicator),
-            (growing.Communicators, "meeting", lambda self, device: Meeting()),
+            (communicators_by_shape.Communicators, "meeting", lambda self, device: Meeting()),
             (opening, "GraphReferences", FakeReferences),
             (torch.cuda, "is_current_stream_capturing", is_capturing),
             (torch.cuda, "current_stream", lambda device=None: FakeStream(here.rank)),

@@ -1,6 +1,6 @@
 """Backend "nvlink": dispatch and combine by kernels that write the peers' memory.
 
-A dispatch is one kernel, a combine is one kernel; neither asks the host anything. How a call opens is in launcher.py,
+A dispatch is one kernel, a combine is one kernel; neither asks the host anything. How a call opens is in opening.py,
 how the host learns what went wrong in outcomes.py, and what lies where in buffers.py.
 """
 

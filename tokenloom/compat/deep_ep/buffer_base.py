@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from tokenloom.comm.growing import Communicators
+from tokenloom.comm.communicators_by_shape import Communicators
 from tokenloom.compat.deep_ep.events import EventHandle, EventOverlap
 from tokenloom.compat.deep_ep.faults import NotServed, require
 from tokenloom.compat.deep_ep.streams import CommStream

@@ -11,7 +11,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from tokenloom.backends.seam import Strategy, Upcoming
 from tokenloom.comm.communicator import Communicator
-from tokenloom.comm.growing import Communicators, Shape
+from tokenloom.comm.communicators_by_shape import Communicators, Shape
 from tokenloom.errors import InvalidArgument
 from tokenloom.integrations.transformers.forms import Form, NotOurs, form_of
 from tokenloom.integrations.transformers.fused import FusedExperts, FusedLayers, require_fused

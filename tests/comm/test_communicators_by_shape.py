@@ -17,7 +17,7 @@ from tests.conftest import Ranks
 from tests.support.on_ranks import on_ranks
 from tokenloom.backends import registry
 from tokenloom.backends.seam import Strategy
-from tokenloom.comm.growing import Communicators, Shape
+from tokenloom.comm.communicators_by_shape import Communicators, Shape
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.pieces import RunOptions
 from tokenloom.training.routed_experts import routed_experts
