@@ -95,7 +95,7 @@ def payload_of(x: object) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
     FP8 comes with 4-byte scales [N, n] of any strides: float32 or packed int32, n at most H / 128. :func:`by_row`
     makes them contiguous.
     """
-    tokens = _plain(tokens_of(x))
+    tokens = plain(tokens_of(x))
     if not isinstance(x, (tuple, list)):
         if tokens.element_size() == 1:
             raise DtypeMismatch(f"x is {tokens.dtype} without scales; pass (x, scales)")
@@ -112,7 +112,7 @@ def payload_of(x: object) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
         )
     if scales.ndim != 2 or len(scales) != len(tokens) or not 1 <= scales.shape[1] <= most:
         raise ShapeMismatch(f"scales of x are {list(scales.shape)}, expected [{len(tokens)}, 1 to {most}]")
-    scales = _plain(scales)
+    scales = plain(scales)
     if scales.dtype == torch.float32 and scales.shape[1] < most:
         scales = scales.view(torch.int32)
     return tokens if tokens.dtype is FP8 else tokens.view(FP8), scales
@@ -163,7 +163,7 @@ def like(name: str, tensor: object, shape: Sequence[int], dtype: torch.dtype, de
     if tensor.dtype != dtype:
         raise DtypeMismatch(f"{name} is {tensor.dtype}, expected {dtype}")
     _require_here(name, tensor, device)
-    return _plain(tensor)
+    return plain(tensor)
 
 
 def fits(tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
@@ -178,7 +178,7 @@ def fits(tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: tor
     )
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Drop the graph of a tensor."""
     return tensor.detach() if tensor.requires_grad else tensor
 
@@ -226,7 +226,7 @@ def rows_of(x: object, routed: Routed) -> torch.Tensor:
     If outputs have a fixed number of rows, a client may cut off the rows behind the last received one. :func:`padded`
     puts them back.
     """
-    rows, wanted = _plain(tokens_of(x)), routed.shape
+    rows, wanted = plain(tokens_of(x)), routed.shape
     may_be_fewer = not isinstance(routed.num_rows, int) and rows.shape[1] == wanted[1] and len(rows) <= wanted[0]
     if rows.shape != wanted and not may_be_fewer:
         raise ShapeMismatch(f"x is {list(rows.shape)}, expected {list(wanted)}, as was received")

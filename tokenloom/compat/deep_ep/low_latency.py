@@ -99,7 +99,7 @@ class LowLatencyMode(BufferBase):
             require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
             require(round_scale or not use_ue8m0, "use_ue8m0 needs round_scale=True")
             require(use_fp8 or not round_scale, "round_scale needs use_fp8=True")
-            x = checks.tokens_of(x).detach()
+            x = checks.plain(checks.tokens_of(x))
             num_tokens, hidden = x.shape
             top_k = checks.ids_of(topk_idx, num_tokens, device)
             most = checks.number("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
@@ -115,12 +115,8 @@ class LowLatencyMode(BufferBase):
             local, places = num_experts // self.group_size, self.group_size * most
             if stats is not None:
                 checks.like("cumulative_local_expert_recv_stats", stats, [local], torch.int32, device)
-        keywords: dict[str, Any] = {"layout": "slots", "capacity": places}
-        if use_fp8:
-            scale_layout = "packed" if use_ue8m0 else "columns"
-            keywords |= {"to_fp8": True, "power_of_two_scales": round_scale, "scale_layout": scale_layout}
-        shape = Shape(num_experts, hidden, top_k, wide_rows(x.dtype), most_sms())
-        room = _room_of(local, places, hidden, x.dtype, use_fp8, use_ue8m0)
+        sizes = (num_experts, hidden, top_k, x.dtype, local, places)
+        shape, keywords, room = _form_of(*sizes, most_sms(), use_fp8, round_scale, use_ue8m0)
         if not return_recv_hook:
             return self._dispatch_whole(shape, most, keywords, room, x, topk_idx, stats, async_finish)
         rows, out = room.make(device)
@@ -328,10 +324,26 @@ def _home(
     return comm.combine(rows, routed, topk_weights=weights, out=out)
 
 
-@lru_cache(maxsize=64)
-def _room_of(local: int, places: int, hidden: int, dtype: torch.dtype, use_fp8: bool, use_ue8m0: bool) -> _Room:
-    """Describe room for one kind of dispatch. That takes the host longer than making it, so it is kept."""
-    return _Room(local, places, hidden, dtype, use_fp8, use_ue8m0)
+@lru_cache(maxsize=64, typed=True)  # the host would take longer to describe it at each call than to check the rest
+def _form_of(
+    num_experts: int,
+    hidden: int,
+    top_k: int,
+    dtype: torch.dtype,
+    local: int,
+    places: int,
+    num_sms: int,
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+) -> tuple[Shape, dict[str, Any], _Room]:
+    """Describe dispatches that are alike: the communicator's shape, options of the call, and room for results."""
+    options: dict[str, Any] = {"layout": "slots", "capacity": places}
+    if use_fp8:
+        scale_layout = "packed" if use_ue8m0 else "columns"
+        options |= {"to_fp8": True, "power_of_two_scales": round_scale, "scale_layout": scale_layout}
+    shape = Shape(num_experts, hidden, top_k, wide_rows(dtype), num_sms)
+    return shape, options, _Room(local, places, hidden, dtype, use_fp8, use_ue8m0)
 
 
 class _Hooked:
