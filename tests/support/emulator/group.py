@@ -459,8 +459,8 @@ def _as_a_whole(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _give_up(self: kernel_reports.FaultFlag, peers: list[int], cause: str) -> None:
     """What FaultFlag does with a copy beside the kernels."""
-    if self._given_up is None:
-        self._given_up = PeerTimeout(self._rank, peers, kernel_reports.SOME_CALL, 0, cause, self._nodes(peers))
+    if self._host_fault is None:
+        self._host_fault = PeerTimeout(self._rank, peers, kernel_reports.SOME_CALL, 0, cause, self._nodes(peers))
         ctypes.c_int32.from_address(self.claimed.data_ptr()).value = 1
 
 

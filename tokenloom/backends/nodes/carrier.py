@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -16,6 +16,22 @@ from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 
 Memory = TypeVar("Memory", bound=NodeBuffers)
+
+GIN_CAPABILITIES = Capabilities(
+    layouts=("token", "expert", "rank", "slots"),
+    dispatch_strategies=("dedup",),
+    combine_strategies=("per_node",),
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    captures=True,
+    takes_sms=True,
+    own_node="nvlink",
+    other_nodes="gin",
+    reads_on_host=False,
+    weights_apart=False,
+    own_transport=True,
+)
+PADDED_CAPABILITIES = replace(GIN_CAPABILITIES, other_nodes="collective", own_transport=False, weights_apart=True)
+"""Here, since every process knows them. NCCL's structures are imported where a carrier is asked for."""
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tokenloom.backends.nodes.carrier import Carrier
+from tokenloom.backends.nodes.carrier import GIN_CAPABILITIES, Carrier
 from tokenloom.backends.nodes.gin_memory import GinMemory
 from tokenloom.backends.nodes.launcher import NodesLauncher
 from tokenloom.backends.nodes.memory import NodeBuffers
 from tokenloom.backends.nodes.nccl import library_with_headers
 from tokenloom.backends.peers.backend import require_sms, why_no_kernels
 from tokenloom.backends.registration import Availability, Request
-from tokenloom.backends.seam import Capabilities
 from tokenloom.env import nccl_plugin
 from tokenloom.errors import TokenloomError
 from tokenloom.jit import compiler, nccl_headers
@@ -152,19 +151,7 @@ def _missing(why: str, headers: str) -> Availability:
 
 GIN = Carrier(
     name="gin",
-    capabilities=Capabilities(
-        layouts=("token", "expert", "rank", "slots"),
-        dispatch_strategies=("dedup",),
-        combine_strategies=("per_node",),
-        dtypes=(torch.bfloat16, torch.float16, torch.float32),
-        captures=True,
-        takes_sms=True,
-        own_node="nvlink",
-        other_nodes="gin",
-        reads_on_host=False,
-        weights_apart=False,
-        own_transport=True,
-    ),
+    capabilities=GIN_CAPABILITIES,
     probe=probe,
     memory=NodeMemory,
     launcher=NodesLauncher,

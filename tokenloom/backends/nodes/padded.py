@@ -7,14 +7,12 @@ graphs can capture it.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from tokenloom.backends.nodes.carrier import Carrier
-from tokenloom.backends.nodes.gin import GIN
+from tokenloom.backends.nodes.carrier import PADDED_CAPABILITIES, Carrier
 from tokenloom.backends.nodes.launcher import NodesLauncher
 from tokenloom.backends.nodes.memory import NodeBuffers
 from tokenloom.backends.peers.backend import require_sms, why_no_kernels
@@ -132,7 +130,7 @@ def probe(request: Request) -> Availability:
 
 PADDED = Carrier(
     name="padded",
-    capabilities=replace(GIN.capabilities, other_nodes="collective", own_transport=False, weights_apart=True),
+    capabilities=PADDED_CAPABILITIES,
     probe=probe,
     memory=PaddedMemory,
     launcher=PaddedLauncher,

@@ -6,11 +6,9 @@ from functools import partial
 from typing import Any
 
 from tokenloom.backends.nodes.backend import NodesBackend
-from tokenloom.backends.nodes.carrier import Carrier
-from tokenloom.backends.nodes.gin import GIN
+from tokenloom.backends.nodes.carrier import GIN_CAPABILITIES, PADDED_CAPABILITIES, Carrier
 from tokenloom.backends.nodes.hierarchical.backend import NetworkBackend
 from tokenloom.backends.nodes.hierarchical.nvlink_inside import make_inside
-from tokenloom.backends.nodes.padded import PADDED
 from tokenloom.backends.registration import Availability, Registration, Request
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology
@@ -51,17 +49,30 @@ def why_no_carrier_on(topology: Topology) -> str | None:
     return topology.why_no_rails
 
 
-def make_with(carrier: Carrier[Any], request: Request, ranks: RankGroup) -> NodesBackend:
-    """Make the backend with a carrier, for the nodes that the group has agreed on."""
+def carrier_of(name: str) -> Carrier[Any]:
+    """Import the carrier of a backend."""
+    from tokenloom.backends.nodes import gin, padded  # with NCCL's structures, which a group on one node never needs
+
+    return gin.GIN if name == "gin" else padded.PADDED
+
+
+def probe_with(name: str, request: Request) -> Availability:
+    """Tell whether the backend of this name works on this rank."""
+    return carrier_of(name).probe(request)
+
+
+def make_with(name: str, request: Request, ranks: RankGroup) -> NodesBackend:
+    """Make the backend of this name, for the nodes that the group has agreed on."""
     assert request.plan is not None
+    carrier = carrier_of(name)
     return NodesBackend(carrier, request.plan, ranks, request.num_sms, request.dtype, request.checked)
 
 
 REGISTRATIONS = (
     Registration("network", NetworkBackend.capabilities, probe_network, make_network, why_not_on=why_no_network_on),
     *(
-        Registration(each.name, each.capabilities, each.probe, partial(make_with, each), why_not_on=why_no_carrier_on)
-        for each in (GIN, PADDED)
+        Registration(name, able, partial(probe_with, name), partial(make_with, name), why_not_on=why_no_carrier_on)
+        for name, able in (("gin", GIN_CAPABILITIES), ("padded", PADDED_CAPABILITIES))
     ),
 )
 """Best first."""
