@@ -489,3 +489,42 @@ def test_counts_change_apart(calls: Calls, name: str) -> None:
     before = second._version
     first.add_(1)
     assert second._version == before
+
+
+def test_words_of_calls_with_gradients(calls: Calls) -> None:
+    """Memory that calls of inference mode have made serves later ones, whose backward may save its parts."""
+    with torch.inference_mode():
+        for _ in range(3):
+            calls.dispatch()
+    with torch.enable_grad():
+        routed = [calls.dispatch(x=calls.x.clone().requires_grad_()) for _ in range(3)]
+    assert not any(each.expert_counts.is_inference() for each in routed)
+
+
+def test_halves_of_a_known_kind_in_a_capture(calls: Calls) -> None:
+    """Exact sizes are read by the host, which a CUDA graph cannot do."""
+    pending = calls.comm.send_dispatch(calls.x, calls.ids, calls.weights, layout="token")
+    calls.stand_ins.capturing = True
+    with pytest.raises(InvalidArgument, match="sizes='exact' reads on the host"):
+        calls.comm.send_dispatch(calls.x, calls.ids, calls.weights, layout="token")
+    assert calls.checked == 1
+    del pending
+
+
+@pytest.mark.parametrize("changes", [{"capacity": 9.0}, {"layout": "expert", "alignment": 1.0, "capacity": 9}])
+def test_a_number_that_is_no_int(calls: Calls, changes: dict[str, Any]) -> None:
+    """It equals one that is known, and is refused as in a first call."""
+    calls.dispatch(**{name: int(value) if isinstance(value, float) else value for name, value in changes.items()})
+    with pytest.raises(InvalidArgument, match="expected rows"):
+        calls.dispatch(**changes)
+
+
+def test_what_is_known_keeps_no_buffers(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A communicator that was closed, and is still held, holds no memory that rows were received in."""
+    calls = Calls(stand_ins, monkeypatch, LARGE)
+    calls.dispatch()
+    (known,) = calls.comm.kinds._dispatches.values()
+    prepared: Any = known.prepared
+    calls.comm.engine._backend._buffers.take_all()  # type: ignore[attr-defined]  # as close() does
+    assert prepared.is_stale
+    assert prepared._received == [None, None]

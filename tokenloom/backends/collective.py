@@ -335,7 +335,8 @@ class CollectiveBackend:
         if options.weighted and weights is None:
             weights = handle.topk_weights
         rows = rows.view(-1, rows.shape[-1])
-        self._open(combine_fields(handle.number, options))
+        width = None if rows.shape[1] == self._plan.hidden else rows.shape[1]
+        self._open(combine_fields(handle.number, options, width))
         with self._ranks.telling():
             home = self._send_home(handle, rows, weights, options)
 
@@ -413,7 +414,8 @@ class CollectiveBackend:
         return Sent(sent.wait, split)
 
     def send_rows(self, handle: CollectiveHandle, values: torch.Tensor, strategy: str = "dedup") -> Sent[torch.Tensor]:
-        return self._gradient(handle, "rows again", lambda: self._send_rows(handle.sizes, values, strategy))
+        call = "rows again" if values.shape[1] == self._plan.hidden else "weights again"
+        return self._gradient(handle, call, lambda: self._send_rows(handle.sizes, values, strategy))
 
     def _gradient(self, handle: CollectiveHandle, call: str, send: Callable[[], _Arrival]) -> Sent[torch.Tensor]:
         self._open(gradient_fields(handle.number, call))

@@ -54,11 +54,16 @@ def dispatch_fields(number: int, kind: DispatchKind, user_options: DispatchOptio
         "topk_weights.dtype": kind.weights_dtype,
         "x.requires_grad": kind.x_needs_grad,
         "topk_weights.requires_grad": kind.weights_need_grad,
+        **({} if kind.width is None else {"width": kind.width}),
     }
 
 
-def combine_fields(number: int, options: CombineOptions) -> dict[str, Field]:
-    """List the fields of a combine of the ``number``-th dispatch that all ranks must agree on."""
+def combine_fields(number: int, options: CombineOptions, width: int | None = None) -> dict[str, Field]:
+    """List the fields of a combine of the ``number``-th dispatch that all ranks must agree on.
+
+    Args:
+        width: values in a row, where they are not H.
+    """
     rest = {name: value for name, value in vars(options).items() if name not in ("needs_grad", "strategy")}
     return {
         "call": "combine",
@@ -67,6 +72,7 @@ def combine_fields(number: int, options: CombineOptions) -> dict[str, Field]:
         **rest,
         "strategy": options.strategy,
         "y.requires_grad": options.needs_grad,
+        **({} if width is None else {"width": width}),  # or narrow rows would be taken for those of tokens
     }
 
 

@@ -102,12 +102,10 @@ class Kinds:
             x, scales, topk_ids, weights: plain tensors, or None. out: as the caller passed it.
         """
         _, alignment, _, capacity, to_fp8, powers, _, _ = arguments
-        # True equals 1, but is no number of rows, and 1 is not True.
-        if (
-            capacity.__class__ is bool
-            or alignment.__class__ is bool
-            or not (to_fp8.__class__ is powers.__class__ is bool)
-        ):
+        # Other classes equal these, but mean something else: True is no number of rows, and 1 is not True.
+        if not (alignment.__class__ is int and (capacity is None or capacity.__class__ is int)):
+            return None
+        if not (to_fp8.__class__ is powers.__class__ is bool):
             return None
         weights_dtype = None if weights is None else weights.dtype
         try:
@@ -698,8 +696,6 @@ class ReweightCall(Call):
         missing = -2 * engine.plan.top_k % WIDTH_UNIT
         rows = torch.cat([weights, ids, *[weights.new_zeros(len(weights), missing)] * bool(missing)], 1)
         self._sent = engine.send_rows(handle, rows, "dedup")
-        if self._without_lost:  # a part of the combine that follows, which counts
-            engine.open_calls.count -= 1
 
     def receive(self) -> Routed:
         engine, routed = self.engine, self._routed
@@ -712,6 +708,8 @@ class ReweightCall(Call):
             positions = handle.positions()[: len(late)]
             late = routing.scatter_rows(late[: len(positions)].contiguous(), positions, handle.num_places)
         _read_outcome(engine)
+        if self._without_lost:  # a part of the combine that follows, which counts
+            engine.open_calls.count -= 1
         return routed._with_weights(late)
 
 

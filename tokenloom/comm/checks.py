@@ -268,6 +268,8 @@ def dispatch_glance(
                 return False
             if (tensor.shape, tensor.stride(), tensor.dtype) != results.get(name) or tensor.requires_grad:
                 return False
+            if tensor.data_ptr() < FAR and not has_memory(tensor):
+                return False
         return True
 
     return fits

@@ -461,7 +461,8 @@ class Communicator:
 
     def first_call_of_combine(self) -> str:
         """Name of the call that a combine with ``topk_weights`` opens first."""
-        return "combine" if self.engine.capabilities.weights_from_home else ReweightCall.name
+        able = self.engine.capabilities
+        return ReweightCall.name if able.weights_apart and not able.weights_from_home else "combine"
 
     @breaks_graph
     def row_weights(self, routed: Routed) -> torch.Tensor:

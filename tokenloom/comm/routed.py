@@ -130,7 +130,7 @@ class Routed:
     def topk_weights(self) -> torch.Tensor | None:
         """[rows, K] ([W, M, K]) weight of each route, 0 where the id is -1; None for layouts "expert" and "slots", or
         without weights."""
-        if self._out is not None and self._out.topk_weights is not None:
+        if self._out is not None and self._out.topk_weights is not None and self._late_weights is None:
             return self._out.topk_weights
         weights = None if self.layout in ROUTE_LAYOUTS else self._received_weights
         return None if weights is None else self._by_place(weights)

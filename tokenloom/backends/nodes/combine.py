@@ -60,7 +60,7 @@ class NodesCombine:
             memory.require_room(options.wire_dtype)
         self._launcher, self._options, self._checked = launcher, options, checked
         self._like = torch.empty(0, dtype=options.out_dtype, device=launcher.ranks.device)
-        fields = combine_fields(number, options) if fields is None else fields
+        fields = combine_fields(number, options, width) if fields is None else fields
         self._call_kind = CallKind({**fields, **HALVES} if split else fields)
         variant = CombineNetworkVariant(
             plan,

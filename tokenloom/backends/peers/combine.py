@@ -83,7 +83,7 @@ class Combiner:
         if options.per_node and options.wire_dtype != options.out_dtype:
             # All ranks are on one node, so its sum is rounded to the wire's dtype, and that is rounded once more.
             once = replace(kind, options=replace(options, out_dtype=options.wire_dtype))
-            return RoundedTwice(SumsAtHome(self, once, number), options.out_dtype)
+            return RoundedTwice(SumsAtHome(self, once, number, options), options.out_dtype)
         if options.strategy == "reduce_scatter":
             if kind.split or options.weights_from_home:
                 missing = "halves" if kind.split else "weights from home"
@@ -224,12 +224,15 @@ class SumsAtHome:
 
     Args:
         number: of the dispatch that the first of them belongs to.
+        user_options: options that the user asked for, where these sums are a part of that call.
 
     Attributes:
         is_stale: buffers have grown since.
     """
 
-    def __init__(self, combiner: Combiner, kind: CombineKind, number: int) -> None:
+    def __init__(
+        self, combiner: Combiner, kind: CombineKind, number: int, user_options: CombineOptions | None = None
+    ) -> None:
         launcher, plan, buffers, options = combiner.launcher, combiner.plan, combiner.buffers, kind.options
         if not options.per_route:
             require_layout(options.strategy, kind.layout)
@@ -238,7 +241,7 @@ class SumsAtHome:
         self._blocks = combiner.blocks_alone if kind.alone and not is_eager(plan) else None
         self._like = torch.empty(0, dtype=options.out_dtype, device=launcher.ranks.device)
         self._per_route, self._weighted, self._checked = options.per_route, options.weighted, combiner.checked
-        fields = combine_fields(number, options)
+        fields = combine_fields(number, user_options or options, kind.width)
         self._call_kind = CallKind({**fields, **HALVES} if kind.split else fields)
         variant = CombineVariant(
             plan=plan,

@@ -21,7 +21,7 @@ from tokenloom.backends.peers.handle import (
     place_by_expert,
     rows_without_sources,
 )
-from tokenloom.backends.peers.opening import Half, Launched, Launcher
+from tokenloom.backends.peers.opening import Half, Launched, Launcher, require_no_host_read
 from tokenloom.backends.peers.prepared import PreparedDispatch, SentDispatch, SharedByDirect, StagedDispatch, check
 from tokenloom.backends.seam import (
     DispatchKind,
@@ -83,6 +83,7 @@ class Dispatcher:
         """Prepare all anew: what was prepared knows where buffers were."""
         for each in self._prepared.values():
             each.is_stale = True
+            each.forget_buffers()
         self._prepared.clear()
         self._resends.clear()
 
@@ -257,6 +258,9 @@ class DirectDispatch(PreparedDispatch):
         scales = handle.scales
         handle.lent = copy(rows), None if scales is None else copy(scales)
         handle.own_route_words()
+
+    def forget_buffers(self) -> None:
+        self._received = [None] * RECEIVE_BUFFERS
 
     # -- the launch -----------------------------------------------------------------------------------------
 
@@ -462,6 +466,7 @@ class ExactHalves:
 
     def send(self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None) -> SentExactHalf:
         assert out is None, "results of an exact size have no room of the caller's"
+        require_no_host_read(True, "sizes='exact'")
         if not (self._kind.split or self._kind.early):  # whoever waits hears first of what earlier calls left
             self.dispatcher.launcher.settle(0)
         return SentExactHalf(self, self._prepared.send(tokens))

@@ -128,7 +128,8 @@ class ResultsMemory:
         if stream is None or num_words > MOST_WORDS_TOGETHER:
             own = torch.empty(num_words, dtype=torch.int32, device=self._device)
             return own, 0, own.data_ptr()
-        self.memory = torch.empty(WORDS_TOGETHER, dtype=torch.int32, device=self._device)
+        with torch.inference_mode(False):  # it serves calls in any mode, whose backward may save its parts
+            self.memory = torch.empty(WORDS_TOGETHER, dtype=torch.int32, device=self._device)
         self.address, self._stream = self.memory.data_ptr(), stream
         self._begin, self._end = 0, WORDS_TOGETHER
         return self.take(results, num_tokens, stream)

@@ -166,6 +166,9 @@ class PreparedDispatch:
         """Put the kernel on the current stream: (handle, rows [places, H], second half), at their full size."""
         raise NotImplementedError
 
+    def forget_buffers(self) -> None:
+        """Let go of views of receive buffers, which are about to go: whoever keeps this would keep them."""
+
     def finish(self, sent: SentDispatch) -> tuple[PeerHandle, torch.Tensor]:
         """Wait for counts that the host has to know, and give outputs their size and their owner."""
         raise NotImplementedError
