@@ -5,29 +5,17 @@ Faults are planted in a small package with the rooms of the real one, so that no
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.support.scripts import load_script
+
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = ROOT / "tools" / "check_structure.py"
-
-
-def load_check() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_structure", CHECK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-check = load_check().check
+check = load_script(CHECK).check
 
 HOUSE = {
     "__init__": "from tokenloom.comm.communicator import Communicator\n",

@@ -224,22 +224,12 @@ class Communicators:
         shape: Shape | Callable[[], Shape],
     ) -> None:
         """Report a fault to the other ranks; arguments as in :meth:`report_faults_of`."""
+        from tokenloom.runtime.rendezvous import agree, raising
+
         if not isinstance(shape, Shape):
             shape = shape()
         of_width = self._last_of.get((shape.num_sms, shape.hidden)) or self._last_of.get((shape.num_sms, None))
-        known = comm or self._made.get(shape) or of_width or self._last
-        self._tell(fault, device, known, upcoming, opens)
-
-    def _tell(
-        self,
-        fault: Exception,
-        device: torch.device,
-        comm: Communicator | None,
-        upcoming: Upcoming,
-        opens: Callable[[Communicator], str] | None,
-    ) -> None:
-        from tokenloom.runtime.rendezvous import agree, raising
-
+        comm = comm or self._made.get(shape) or of_width or self._last
         try:
             if comm is None:
                 agree(self.meeting(device), raising(fault), MAKING)

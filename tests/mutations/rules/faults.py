@@ -146,7 +146,7 @@ GROWTH = (
       "comm.communicators_by_shape:Communicators.run", "not means_growth(error.reason)", "True",
       "tests/comm/test_communicators_by_shape.py::test_a_layer_whose_batches_grow"),
     M("nobody-to-tell", "a fault before the first communicator is not told",
-      "comm.communicators_by_shape:Communicators._tell", "agree(self.meeting(device), raising(fault), MAKING)",
+      "comm.communicators_by_shape:Communicators.report", "agree(self.meeting(device), raising(fault), MAKING)",
       "agree(self.meeting(device), lambda: ({}, None), MAKING)",
       "tests/compat/deep_ep/test_normal.py::test_dispatch_fault"),
     M("room-is-not-what-it-says", "the need of more room has the name of another fault", "runtime.openings:encode",

@@ -90,8 +90,7 @@ class NodesBackend:
             )
             keep_until_idle(self._shared, ranks.device, block_counts)
             self._launcher.keep_with_graphs.append(self._shared)
-            row_weights = RowWeights(plan, ranks.device)
-            self._row_weights = row_weights
+            self._row_weights = RowWeights(plan, ranks.device)
             self._launcher.empty["dispatch"] = self._empty_dispatch()
             self._launcher.empty["combine"] = empty_combine(self._launcher, self._always_two)
         except Exception:

@@ -75,8 +75,9 @@ class NodesCombine:
             carrier=memory.carrier,
         )
         self.kernel = launcher.new_kernel(memory.compiled(variant))
-        receiving = memory.compiled(replace(variant, part="receive"))
-        self.receiving_kernel = launcher.new_kernel(receiving) if split else None
+        self.receiving_kernel = None
+        if split:
+            self.receiving_kernel = launcher.new_kernel(memory.compiled(replace(variant, part="receive")))
         set_constant_arguments(launcher, self.kernel)
         args = self.kernel.args
         args.combine_turns = TURNS
