@@ -26,7 +26,9 @@ from tests.support.patience import done, when_done
 from tokenloom.errors import InvalidArgument
 from tokenloom.runtime import waiting
 from tokenloom.runtime.links import Links
+from tokenloom.runtime.membership import AwaitedNotes
 from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.store_notes import poll
 
 LONG_S = 30.0
 """A deadline that must not pass."""
@@ -200,6 +202,38 @@ def test_a_rank_that_asks_for_no_mask(ranks: RankGroup, late: bool) -> None:
             ranks.mask([3])
         ranks.require_alive()
     assert time.monotonic() - began < waiting.LOOK_EVERY_S + NOTICE_S
+
+
+@on_group(ALL, open_timeout_s=LONG_S, timeout_s=LONG_S)
+@pytest.mark.parametrize("late", [False, True], ids=["raise", "mask"])
+def test_what_a_rank_says_before_it_gives_up(ranks: RankGroup, late: bool) -> None:
+    """It is heard, also by a rank that looked for it just before, and then finds out that the other gave up."""
+    if late:
+        ranks.mask_late()
+    together(ranks, ALL)
+    look = AwaitedNotes.wait
+    looks_before = iter([True])
+
+    def wait(notes: AwaitedNotes, seconds: float) -> bool:
+        if next(looks_before, False):
+            assert poll(ranks.notes.who_gave_up, LONG_S)
+            return False
+        return look(notes, seconds)
+
+    if ranks.rank == 1:
+        with pytest.raises(tl.PlanMismatch, match="rank 1 has mask_ranks=nothing"):
+            open_call(ranks)
+    elif ranks.rank == 2:
+        with (
+            mock.patch.object(AwaitedNotes, "wait", wait),
+            pytest.raises(tl.PlanMismatch, match=r"rank 1 has mask_ranks=nothing, rank 2 has mask_ranks=\[3\]"),
+        ):
+            ranks.mask([3])
+    elif ranks.rank == 0:
+        with pytest.raises(tl.PlanMismatch, match="rank 1 has mask_ranks=nothing"):
+            ranks.mask([3])
+    else:
+        assert poll(ranks.notes.who_gave_up, LONG_S), "it is there until then: nobody loses it"
 
 
 @on_group(ALL, timeout_s=LONG_S)

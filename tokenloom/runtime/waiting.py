@@ -202,6 +202,10 @@ class Watch:
                 awaited.give_up(awaited.pending)  # or the thread that waits in gloo for it would not go on to the next
             raise
 
+    def _is_there_after_all(self, awaited: Awaited) -> bool:
+        """Look once more, behind what tells that a rank has ended. What it left before came after the look before."""
+        return not awaited.broken and awaited.wait(0)
+
     # -- a rank that does not come breaks the group ---------------------------------------------------------
 
     def _break_if_in_vain(self, wait: _Wait) -> None:
@@ -220,7 +224,7 @@ class Watch:
         cause = self._trouble(awaited, step)
         if cause is None and wait.left_s <= 0:
             cause = f"no answer within {wait.limit_s:g} s"
-        if cause is not None:
+        if cause is not None and not self._is_there_after_all(awaited):
             self._give_up(step)  # before it asks who is there, since those that wait further on ask now too
             missing = [rank for rank in awaited.broken if rank >= 0]
             missing = missing or self._missing_ranks(awaited.pending or self.membership.others, step)
@@ -297,7 +301,10 @@ class Watch:
         self.look(wait.step)
         self._look_elsewhere(wait)
         late, why = set(awaited.broken), "the connection to it broke"
-        late |= awaited.pending & self._who_ended(wait.left_before)
+        ended = self._who_ended(wait.left_before)
+        if ended & awaited.pending and self._is_there_after_all(awaited):
+            return
+        late |= awaited.pending & ended
         if not late and wait.left_s <= 0:
             late, why = awaited.pending - members.roll_call(awaited.pending), f"no answer within {wait.limit_s:g} s"
             self.look(wait.step)

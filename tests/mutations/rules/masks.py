@@ -15,6 +15,9 @@ MASKS, ON_TIMEOUT = "tests/comm/test_masks.py", "tests/comm/test_on_timeout.py"
 WITHIN_DISPATCH = (f"{ON_TIMEOUT}::test_late_within_a_dispatch",)
 
 AGREEMENT = (
+    M("gave-up-before-it-spoke", "who gave up is not heard any more, whatever it said before",
+      f"{WATCH}._is_there_after_all", "awaited.wait(0)", "False",
+      f"{MASKED}::test_what_a_rank_says_before_it_gives_up", num_ranks=4),
     M("growth-over-the-process-group",
       "ranks that are left agree about another communicator by collectives that cannot end",
       "comm.communicators_by_shape:Communicators.meeting", "meeting = meeting.left_by_pairs()", "pass",
