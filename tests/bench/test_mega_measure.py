@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.conftest import Ranks
 from tests.support.on_ranks import on_ranks
+from tests.support.stand_ins import StandIns
 from tokenloom.bench import PackageMissing, clock, mega
 from tokenloom.bench.clock import Clock
 from tokenloom.bench.harness import Measured
@@ -129,6 +130,12 @@ def test_a_capture_that_fails_anywhere_fails_everywhere(context: RankContext) ->
     graph, why_not = clock.try_capture(fake, writes, out)
     assert (graph, why_not) == (None, f"rank {context.num_ranks - 1}: it waits for the host")
     assert fake.called == [], "no rank replays what another cannot"
+
+
+def test_the_fused_layer_is_the_one_that_is_timed() -> None:
+    with StandIns(2):
+        layer = mega.make_mega(None, SHAPE, 8, torch.device("cpu"))
+        assert layer.comm.backend == "nvlink"
 
 
 def test_weights_of_a_rank() -> None:

@@ -93,7 +93,7 @@ class Other(Protocol):
 
 
 def make_mega(
-    group: dist.ProcessGroup, shape: MegaShape, max_tokens: int, device: torch.device, backend: str = "auto"
+    group: dist.ProcessGroup, shape: MegaShape, max_tokens: int, device: torch.device, backend: str = "nvlink"
 ) -> MegaMoE:
     """The layer of these sizes, without weights. Collective."""
     return MegaMoE(
