@@ -101,7 +101,7 @@ def test_a_fault_in_backward(context: RankContext, way: str, leaf: str) -> None:
         y = torch.ones_like(routed.tokens, requires_grad=leaf == "y")
         out = {"x": routed.tokens, "weights": routed.topk_weights, "y": comm.combine(y, routed)}[leaf]
         broken: Any = comm.engine._backend
-        names = {"x": "prepare_combine", "weights": "send_weight_gradients", "y": "send_again"}
+        names = {"x": "prepare_combine", "weights": "send_weight_gradients", "y": "resend"}
         failing = mock.patch.object(broken, names[leaf], side_effect=RuntimeError("no gradient"))
         with failing if context.rank == 3 else nullcontext():
             error, text = (

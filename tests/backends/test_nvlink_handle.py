@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,12 +14,13 @@ from tokenloom.backends.seam import DispatchOptions
 from tokenloom.plan import Plan
 
 PLAN = Plan(1, 4, 128, 2, 3)
+LAUNCHER: Any = SimpleNamespace(ranks=SimpleNamespace(rank=0))
 
 
 def handle_of(ids: torch.Tensor) -> PeerHandle:
     """Of a dispatch of these ids; the rest does not matter."""
     options = DispatchOptions("expert", 1, "bounded", 3)
-    results = Results(PLAN, 0, options, 3, {}, with_weights=False, with_scales=False)
+    results = Results(PLAN, LAUNCHER, options, 3, {}, with_weights=False, with_scales=False)
     words = torch.zeros(results.words(len(ids)), dtype=torch.int32)
     return PeerHandle(options, 0, len(ids), 3, ids, (words, 0, words.data_ptr()), results, None, None)
 

@@ -233,8 +233,8 @@ def test_places_without_a_row_have_no_gradient(engine: Engine, backend: Any, lay
     again = torch.full((place + 1, 8), torch.nan)
     again[[0, place]] = torch.tensor([[1.0], [2.0]])
     received = torch.tensor([[1.0], [2.0], [torch.nan]]).expand(3, 8)
-    backend.send_again = lambda *_: SimpleNamespace(receive=lambda: again)
-    backend.send_rows = lambda *_: SimpleNamespace(receive=lambda: received)
+    values = {"places": again, "rows": received}
+    backend.resend = lambda handle, grad, to, *_: SimpleNamespace(receive=lambda: values[to])
     grad_rows, _ = engine.combine_gradient(handle, torch.empty(2, 8), None, None, torch.float32, "dedup")
     assert grad_rows[:, 0].tolist() == ([1, 2] if layout == "token" else [1, 0, 2])
 

@@ -118,7 +118,7 @@ def check_rows_again(context: RankContext, backend: str) -> None:
         want = comm.dispatch(2 * x, ids, weights, copy=True)
         grad = torch.where(routed._handle.positions()[: len(routed._handle.topk_weights)] >= 0, 1.0, 0.0)
         calls: list[tuple[Callable[..., Pending[torch.Tensor]], torch.Tensor, torch.Tensor]] = [
-            (lambda given: comm.engine.send_again(routed._handle, given, "dedup"), 2 * x, want.tokens),
+            (lambda given: comm.engine.resend(routed._handle, given), 2 * x, want.tokens),
             (lambda given: comm.engine.send_weight_gradients(routed._handle, given), grad, (ids >= 0).float()),
         ]
         for call, given, expected in calls:

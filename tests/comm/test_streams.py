@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -49,7 +51,8 @@ def test_all_of_a_handle_is_found() -> None:
     it may not have been made yet, so it is the memory that counts."""
     ids, words, *own = tensors(2 + 4)
     plan, options = Plan(1, 4, 128, 2, 3), DispatchOptions("expert", 1, "bounded", 3)
-    results = Results(plan, 0, options, 3, {}, with_weights=True, with_scales=False)
+    launcher: Any = SimpleNamespace(ranks=SimpleNamespace(rank=0))
+    results = Results(plan, launcher, options, 3, {}, with_weights=True, with_scales=False)
     handle = PeerHandle(options, 1, 2, 3, ids, (words, 0, words.data_ptr()), results, None, None)
     assert sorted(found(handle)) == sorted([id(ids), id(words)])
     handle.weights, handle.local_ids, handle.row_places, handle.row_tokens = own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ from tokenloom.backends.seam import (
     DispatchKind,
     DispatchOptions,
     DispatchOut,
+    Members,
     OutputOwner,
+    ResendTo,
     RoutedCounts,
     Rows,
     Tokens,
@@ -52,6 +54,8 @@ class ToyHandle:
     host_counts: list[int] | None
     host_offsets: list[int] | None
     positions: Callable[[], torch.Tensor]
+    row_weights: Callable[[torch.Tensor, int], torch.Tensor]
+    route_gradients: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     ids: Callable[[], torch.Tensor]
     use_ids: Callable[[torch.Tensor], None]
     let_go: Callable[[], None]
@@ -98,27 +102,19 @@ class ToyBackend:
     def ready(self, waits: bool = False) -> int | None:
         return self._inner.ready(waits)
 
-    def send_again(
+    def resend(
         self,
         handle: ToyHandle,
         values: Rows,
+        to: ResendTo = "places",
         strategy: str = "dedup",
         owner: OutputOwner = False,
         stream: int | None = None,
     ) -> Any:
-        return self._call("send_again", handle, values, strategy, owner)
-
-    def send_rows(self, handle: ToyHandle, values: torch.Tensor, strategy: str = "dedup") -> Any:
-        return self._call("send_rows", handle, values, strategy)
+        return self._call("resend", handle, values, to, strategy, owner)
 
     def send_weight_gradients(self, handle: ToyHandle, grad: torch.Tensor) -> Any:
         return self._call("send_weight_gradients", handle, grad)
-
-    def row_weights(self, handle: ToyHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
-        return self._call("row_weights", handle, weights, num_places)
-
-    def route_gradients(self, handle: ToyHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return self._call("route_gradients", handle, grad, like)
 
     def _call(self, name: str, handle: ToyHandle, *args: Any) -> Any:
         self.called.append(name)
@@ -128,17 +124,8 @@ class ToyBackend:
         self._inner.report_fault(fault, upcoming)
 
     @property
-    def masked(self) -> frozenset[int]:
-        return self._inner.masked
-
-    def mask(self, ranks: Collection[int]) -> None:
-        self._inner.mask(ranks)
-
-    def unmask(self, ranks: Collection[int]) -> None:
-        self._inner.unmask(ranks)
-
-    def mask_late(self) -> None:
-        self._inner.mask_late()
+    def members(self) -> Members:
+        return self._inner.members
 
     def check(self, wait: Wait) -> None:
         self._inner.check(wait)

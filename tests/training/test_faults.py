@@ -18,7 +18,8 @@ import tokenloom as tl
 from tests.conftest import LIMIT_S, Ranks
 from tests.support.on_ranks import on_ranks
 from tests.training.test_routed_experts import HIDDEN, layers_of
-from tokenloom.comm.engine import Engine
+from tokenloom.backends.collective_handle import CollectiveHandle
+from tokenloom.backends.peers.handle import PeerHandle
 from tokenloom.ops import expert_gemms, experts, routing
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training import layer as layer_module
@@ -36,7 +37,7 @@ class Place:
     """Where a rank fails.
 
     Attributes:
-        owner, name: the function that raises there.
+        owner, name: the function that raises there; of several owners each.
         calls: how often it works before.
         ends_group: payload is under way then, so the group cannot go on (backend "collective").
         sent: the others have all that they wait for in this call, and hear of the fault in the next.
@@ -51,6 +52,7 @@ class Place:
     options: dict[str, Any] | None = None
 
 
+HANDLES = (CollectiveHandle, PeerHandle)
 ROUTER_LOSS = {"balance_coef": 0.1}
 FORWARD = {
     "router": Place(layer_module, "router_logits"),
@@ -62,7 +64,7 @@ FORWARD = {
     "places of rows": Place(routing, "place_by_expert", ends_group=True),
     "received rows": Place(routing, "scatter_rows", ends_group=True),
     "choice of GEMMs": Place(experts, "gemms_for"),
-    "weights of rows": Place(Engine, "row_weights"),
+    "weights of rows": Place(HANDLES, "row_weights"),
     "first GEMM": Place(expert_gemms._GroupedGemms, "multiply"),
     "activations": Place(experts, "activate"),
     "second GEMM": Place(expert_gemms._GroupedGemms, "multiply", calls=1),
@@ -76,7 +78,7 @@ BACKWARD = {
     "activations": Place(experts, "activate_backward"),
     "gradient of the first GEMM": Place(expert_gemms._GroupedGemms, "multiply", calls=1),
     "sums of gradients": Place(routing, "ordered_sum", ends_group=True),
-    "gradients of weights of rows": Place(Engine, "route_gradients"),
+    "gradients of weights of rows": Place(HANDLES, "route_gradients"),
     "gradients of weights to send": Place(routing, "packed", ends_group=True),
     "gradient of w2, with rows to come": Place(
         expert_gemms._GroupedGemms, "weight_gradient", options={"redispatch_in_backward": True}
@@ -87,18 +89,23 @@ BACKWARD = {
 @contextmanager
 def failing(place: Place, here: bool) -> Iterator[None]:
     """In this block there is no memory at the place, if it is ``here``."""
-    real, calls = getattr(place.owner, place.name), 0
+    calls = 0
 
-    def call(*args: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == place.calls + 1:
-            raise torch.OutOfMemoryError("no memory left")
-        return real(*args, **options)
+    def failing_once(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == place.calls + 1:
+                raise torch.OutOfMemoryError("no memory left")
+            return real(*args, **options)
+
+        return call
 
     with ExitStack() as stack:
-        if here:
-            stack.enter_context(mock.patch.object(place.owner, place.name, call))
+        for owner in place.owner if isinstance(place.owner, tuple) else (place.owner,):
+            if here:
+                real = getattr(owner, place.name)
+                stack.enter_context(mock.patch.object(owner, place.name, failing_once(real)))
         yield
     assert calls > place.calls or not here, "this place is not passed"
 

@@ -12,7 +12,7 @@ dispatch drops its rows, a sum drops its terms, and gradients are zero there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -31,6 +31,7 @@ from tokenloom.backends.seam import (
     DispatchOptions,
     DispatchOut,
     OutputOwner,
+    ResendTo,
     Rows,
     Tokens,
     Upcoming,
@@ -127,7 +128,7 @@ class CollectiveBackend:
 
     def __init__(self, plan: Plan, ranks: RankGroup, exchange: Exchange | None = None) -> None:
         self._plan = plan
-        self._ranks = ranks
+        self._ranks = self.members = ranks
         self._exchange: Exchange = exchange or FlatExchange(plan, ranks)
         self._overflow: tuple[int, int] | None = None
         self._absent: frozenset[int] = frozenset()
@@ -392,30 +393,30 @@ class CollectiveBackend:
 
     # -- gradients ------------------------------------------------------------------------------------------
 
-    def send_again(
+    def resend(
         self,
         handle: CollectiveHandle,
         values: Rows,
+        to: ResendTo = "places",
         strategy: str = "dedup",
         owner: OutputOwner = False,
         stream: int | None = None,
     ) -> Sent[Any]:
-        if isinstance(values, torch.Tensor):
-            return self._gradient(handle, "rows again", lambda: self._send_places(handle.sizes, values, strategy))
-        rows, scales = values
-        together = torch.cat([routing.packed(each).view(torch.uint8) for each in values], 1)
-        sent = self._gradient(handle, "rows again", lambda: self._send_places(handle.sizes, together, strategy))
+        x, scales = values if isinstance(values, tuple) else (values, None)
+        if scales is not None:
+            x = torch.cat([routing.packed(each).view(torch.uint8) for each in values], 1)
+        call = "rows again" if scales is not None or x.shape[1] == self._plan.hidden else "weights again"
+        send = self._send_rows if to == "rows" else self._send_places
+        sent = self._gradient(handle, call, lambda: send(handle.sizes, x, strategy))
+        if scales is None:
+            return sent
 
         def split() -> Rows:
             received, hidden = sent.receive(), self._plan.hidden
             received_scales = received[:, hidden:].contiguous().view(scales.dtype)
-            return received[:, :hidden].contiguous().view(rows.dtype), received_scales
+            return received[:, :hidden].contiguous().view(values[0].dtype), received_scales
 
         return Sent(sent.wait, split)
-
-    def send_rows(self, handle: CollectiveHandle, values: torch.Tensor, strategy: str = "dedup") -> Sent[torch.Tensor]:
-        call = "rows again" if values.shape[1] == self._plan.hidden else "weights again"
-        return self._gradient(handle, call, lambda: self._send_rows(handle.sizes, values, strategy))
 
     def _gradient(self, handle: CollectiveHandle, call: str, send: Callable[[], _Arrival]) -> Sent[torch.Tensor]:
         self._open(gradient_fields(handle.number, call))
@@ -446,26 +447,7 @@ class CollectiveBackend:
 
         return self._gradient(handle, "gradient of weights", send)
 
-    def row_weights(self, handle: CollectiveHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
-        return routing.row_values(weights, handle.placement.positions, num_places)
-
-    def route_gradients(self, handle: CollectiveHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return routing.route_values(grad, handle.placement.positions).to(like.dtype)
-
     # -- state ----------------------------------------------------------------------------------------------
-
-    @property
-    def masked(self) -> frozenset[int]:
-        return self._ranks.masked
-
-    def mask(self, ranks: Collection[int]) -> None:
-        self._ranks.mask(ranks)
-
-    def unmask(self, ranks: Collection[int]) -> None:
-        self._ranks.unmask(ranks)
-
-    def mask_late(self) -> None:
-        self._ranks.mask_late()
 
     def _open(
         self, fields: dict[str, Field], counts: torch.Tensor | None = None, fault: Exception | None = None

@@ -146,6 +146,12 @@ class CollectiveHandle:
     def positions(self) -> torch.Tensor:
         return self.placement.positions
 
+    def row_weights(self, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+        return routing.row_values(weights, self.placement.positions, num_places)
+
+    def route_gradients(self, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return routing.route_values(grad, self.placement.positions).to(like.dtype)
+
     def place(self, rows: torch.Tensor) -> torch.Tensor:
         """Put received rows [R, h] at their places in the output [places, h], which is zero elsewhere."""
         if self.options.layout == "token" and len(rows) == self.placement.num_places:

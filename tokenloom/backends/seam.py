@@ -128,6 +128,8 @@ class DispatchOut:
 
 OutputOwner = Literal[False, True, "but rows", "if needed"]
 """Whose the outputs of a dispatch are, see :class:`DispatchKind`."""
+ResendTo = Literal["places", "rows"]
+"""Where values go that follow a dispatch: to the places of its output, or once to each (token, rank)."""
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Rows, or FP8 rows with their scales."""
 
@@ -353,6 +355,18 @@ class Handle(Protocol):
         -1 is no term. Received rows lie in the order (source rank, token); R may be larger than their number.
         """
 
+    def row_weights(self, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+        """Weights [R, K] of received routes -> [num_places] of their rows, 0 where no row lies.
+
+        For layouts with a row per route.
+
+        Raises:
+            InvalidArgument: a later call has overwritten what tells where rows lie.
+        """
+
+    def route_gradients(self, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The gradient of that: [num_places] -> [R, K] like the received weights."""
+
 
 class Pending(Protocol[T_co]):
     """The second half of a call."""
@@ -423,6 +437,41 @@ class PreparedCombine(Protocol):
         """
 
 
+class Members(Protocol):
+    """Which ranks take part in the calls of a communicator. All that do change it alike, between calls."""
+
+    @property
+    def masked(self) -> frozenset[int]:
+        """Ranks that take no part. Where late ranks are masked, a call may add some."""
+
+    def mask(self, ranks: Collection[int]) -> None:
+        """Leave out these ranks too, from the next call on.
+
+        Nothing is sent to masked ranks or awaited from them, and they have no tokens. Routes to their experts count
+        as -1, in gradients of earlier calls too. Some may be masked already.
+
+        Raises:
+            InvalidArgument: a rank that is none, or this one; or this backend cannot leave ranks out.
+            PlanMismatch: another rank asks for something else; nothing has changed.
+            PeerTimeout: a rank does not ask.
+        """
+
+    def unmask(self, ranks: Collection[int]) -> None:
+        """Take back ranks that make their communicators again.
+
+        Raises:
+            InvalidArgument: a rank that is not masked; or this backend cannot.
+            PlanMismatch, PeerTimeout: as of :meth:`mask`, and where a rank does not come back; nothing has changed.
+        """
+
+    def mask_late(self) -> None:
+        """From now on, mask ranks that do not come within the deadline of a call, and finish the call without them.
+
+        Raises:
+            InvalidArgument: this backend cannot.
+        """
+
+
 class Backend(Protocol):
     """One way to move tokens. Every method that sends is collective: all ranks call it, in the same order.
 
@@ -436,6 +485,10 @@ class Backend(Protocol):
 
     name: str
     capabilities: Capabilities
+
+    @property
+    def members(self) -> Members:
+        """Which ranks take part."""
 
     def prepare_dispatch(self, kind: DispatchKind) -> PreparedDispatch:
         """Check that this backend can make such dispatches, and prepare them. Collective where it makes memory."""
@@ -455,76 +508,36 @@ class Backend(Protocol):
             call has to look around itself.
         """
 
-    def send_again(
-        self, handle: Any, values: Rows, strategy: str = "dedup", owner: OutputOwner = False, stream: int | None = None
-    ) -> Pending[Rows]:
-        """Send other values [T, H] of the same tokens, or gradients, to the places of the dispatch.
+    def resend(
+        self,
+        handle: Any,
+        values: Rows,
+        to: ResendTo = "places",
+        strategy: str = "dedup",
+        owner: OutputOwner = False,
+        stream: int | None = None,
+    ) -> Pending[Any]:
+        """Send other values [T, H] of the same tokens, or gradients, by the routes of a dispatch.
 
-        ``receive`` gives [places, H], and scales if there are some. Rows behind the last one in use are unspecified.
+        To "places", ``receive`` gives [places, H], and scales if there are some. Rows behind the last one in use are
+        unspecified. To "rows", a value travels once for each (token, rank), and ``receive`` gives at least one row for
+        each row of ``handle.positions()``. Rows of masked ranks are zeros then, and the rows may be a view that the
+        next call overwrites.
 
         Args:
-            owner: whose they are, as ``output_owner`` of a dispatch.
+            values: to "rows" also [T, h] of float32, where h is a multiple of 4 and at most 2 * K + 3.
+            owner: whose the places are, as ``output_owner`` of a dispatch.
             stream: what :meth:`ready` has just given, or None.
-        """
-
-    def send_rows(self, handle: Any, values: torch.Tensor, strategy: str = "dedup") -> Pending[torch.Tensor]:
-        """Send values [T, h] once for each (token, rank) of the dispatch.
-
-        ``receive`` gives at least one row for each row of ``handle.positions()``. Rows of masked ranks are zeros. The
-        rows may be a view that the next call overwrites.
-
-        Args:
-            values: h is H; or they are float32, and h is a multiple of 4 and at most 2 * K + 3.
         """
 
     def send_weight_gradients(self, handle: Any, grad: torch.Tensor) -> Pending[torch.Tensor]:
         """Send the gradient of ``handle.topk_weights`` home. ``receive`` gives [T, K]."""
-
-    def row_weights(self, handle: Any, weights: torch.Tensor, num_places: int) -> torch.Tensor:
-        """Weights [R, K] of received routes -> [num_places] of their rows, 0 where no row lies.
-
-        For layouts with a row per route.
-        """
-
-    def route_gradients(self, handle: Any, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The gradient of that: [num_places] -> [R, K] like the received weights."""
 
     def report_fault(self, fault: Exception, upcoming: Sequence[Upcoming]) -> None:
         """Tell the other ranks, which are opening ``upcoming[0]``, that this one failed. Theirs raise PeerError.
 
         The rest of ``upcoming`` are the calls that follow. This rank takes part in those that the others open before
         they learn of the fault.
-        """
-
-    @property
-    def masked(self) -> frozenset[int]:
-        """Ranks that take no part. Where late ranks are masked, a call may add some."""
-
-    def mask(self, ranks: Collection[int]) -> None:
-        """Leave out these ranks too, from the next call on. All ranks that take part then call it alike.
-
-        Nothing is sent to masked ranks or awaited from them, and they have no tokens. Routes to their experts count
-        as -1, in gradients of earlier calls too. Some may be masked already.
-
-        Raises:
-            InvalidArgument: a rank that is none, or this one; or this backend cannot leave ranks out.
-            PlanMismatch: another rank asks for something else; nothing has changed.
-            PeerTimeout: a rank does not ask.
-        """
-
-    def unmask(self, ranks: Collection[int]) -> None:
-        """Take back ranks that make their communicators again. All ranks that take part call it alike.
-
-        Raises:
-            InvalidArgument: a rank that is not masked; or this backend cannot.
-            PlanMismatch, PeerTimeout: as of :meth:`mask`, and where a rank does not come back; nothing has changed.
-        """
-
-    def mask_late(self) -> None:
-        """From now on, mask ranks that do not come within the deadline of a call, and finish the call without them.
-
-        Raises:
-            InvalidArgument: this backend cannot.
         """
 
     def check(self, wait: Wait) -> None:

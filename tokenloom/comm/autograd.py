@@ -50,9 +50,9 @@ def send_combine(
     return _Home(sent, _SendCombine.apply(engine, handle, prepared, rows, weights, options, stream, sent))
 
 
-def row_weights(engine: Engine, handle: Handle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+def row_weights(handle: Handle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
     """Received weights [R, K] -> [num_places], one for each row."""
-    return _RowWeights.apply(engine, handle, weights, num_places)
+    return _RowWeights.apply(handle, weights, num_places)
 
 
 def _save_a_mark(ctx: Any, like: torch.Tensor) -> None:
@@ -188,13 +188,13 @@ class _SendCombine(torch.autograd.Function):
 
 class _RowWeights(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, engine: Engine, handle: Handle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
-        ctx.engine, ctx.handle = engine, handle
+    def forward(ctx: Any, handle: Handle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+        ctx.handle = handle
         ctx.save_for_backward(weights)
-        return engine.row_weights(handle, weights, num_places)
+        return handle.row_weights(weights, num_places)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (weights,) = ctx.saved_tensors
-        return None, None, ctx.engine.route_gradients(ctx.handle, settled(grad).contiguous(), weights), None
+        return None, ctx.handle.route_gradients(settled(grad).contiguous(), weights), None

@@ -582,7 +582,7 @@ class ResendCall(Call):
 
     def send(self, stream: int | None) -> None:
         owner = checks.OWNER_OF_COPY[self._copy]
-        self._sent = self.engine.send_again(self._routed._handle, self._values, "dedup", owner, stream)
+        self._sent = self.engine.resend(self._routed._handle, self._values, "places", "dedup", owner, stream)
 
     def receive(self) -> Any:
         routed, words = self._routed, self._scale_words
@@ -640,7 +640,7 @@ class ValuesHomeCall(Call):
         engine, handle, values = self.engine, self._routed._handle, self._values.detach()
         if self._by_route:
             like = torch.empty(handle.positions().shape, dtype=torch.float32, device=values.device)
-            routes = engine.route_gradients(handle, values.flatten(), like)
+            routes = handle.route_gradients(values.flatten(), like)
             self._sent = engine.send_weight_gradients(handle, routes)
             return
         top_k = engine.plan.top_k
@@ -697,7 +697,7 @@ class ReweightCall(Call):
         ids = handle.ids().to(torch.int32).view(torch.float32)  # bits, which nobody computes with
         missing = -2 * engine.plan.top_k % WIDTH_UNIT
         rows = torch.cat([weights, ids, *[weights.new_zeros(len(weights), missing)] * bool(missing)], 1)
-        self._sent = engine.send_rows(handle, rows, "dedup")
+        self._sent = engine.resend(handle, rows, "rows")
 
     def receive(self) -> Routed:
         engine, routed = self.engine, self._routed

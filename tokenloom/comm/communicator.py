@@ -176,7 +176,7 @@ class Communicator:
                 ranks.own_transport = self._choice.backend.capabilities.own_transport
                 if on_timeout == "mask":
                     try:
-                        self._choice.backend.mask_late()
+                        self._choice.backend.members.mask_late()
                     except InvalidArgument:
                         self._choice.backend.close()
                         raise
@@ -484,10 +484,10 @@ class Communicator:
         if routed.layout not in ROUTE_LAYOUTS or routed._weights is None:
             raise InvalidArgument("row_weights is for layouts 'expert' and 'slots', dispatched with topk_weights")
         shape = routed.shape[:-1]
-        given = (routed._handle, routed._weights, prod(shape))
-        if torch.is_grad_enabled() and routed._weights.requires_grad:
-            return autograd.row_weights(self.engine, *given).view(shape)
-        return self.engine.row_weights(*given).view(shape)
+        handle, weights, num_rows = routed._handle, routed._weights, prod(shape)
+        if torch.is_grad_enabled() and weights.requires_grad:
+            return autograd.row_weights(handle, weights, num_rows).view(shape)
+        return handle.row_weights(weights, num_rows).view(shape)
 
     # -- the communicator's own --------------------------------------------------------------------------------
 

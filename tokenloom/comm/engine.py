@@ -23,6 +23,7 @@ from tokenloom.backends.seam import (
     DispatchKind,
     Handle,
     OutputOwner,
+    ResendTo,
     Rows,
     Tokens,
     Upcoming,
@@ -258,26 +259,20 @@ class Engine:
             kind = CombineKind(handle.options.layout, rows.dtype, options, alone)
             return self.opened(self._backend.prepare_combine(kind, handle.number).send(handle, rows, weights, out))
 
-    def send_again(
+    def resend(
         self,
         handle: Handle,
         values: Rows,
-        strategy: str,
+        to: ResendTo = "places",
+        strategy: str = "dedup",
         owner: OutputOwner = False,
         stream: int | None = None,
     ) -> Sent[Any]:
-        """Send other values [T, H], with scales if they have some, to the places of a dispatch. ``receive`` gives
-        [places, H], and scales; views, unless ``owner`` says something else."""
+        """Send other values of the same tokens by the routes of a dispatch; see
+        :meth:`tokenloom.backends.seam.Backend.resend`."""
         self.require_room()
         with profiler_range(DISPATCH_RANGE):
-            return self.opened(self._backend.send_again(handle, values, strategy, owner, stream))
-
-    def send_rows(self, handle: Handle, values: torch.Tensor, strategy: str) -> Sent[torch.Tensor]:
-        """Send values [T, h] once for each (token, rank) of a dispatch. ``receive`` gives them in the order of
-        received rows."""
-        self.require_room()
-        with profiler_range(DISPATCH_RANGE):
-            return self.opened(self._backend.send_rows(handle, values, strategy))
+            return self.opened(self._backend.resend(handle, values, to, strategy, owner, stream))
 
     def send_weight_gradients(self, handle: Handle, grad: torch.Tensor) -> Sent[torch.Tensor]:
         """Send the gradient of the received weights home. ``receive`` gives [T, K]."""
@@ -307,22 +302,12 @@ class Engine:
         """
         fills_places = handle.options.sizes == "exact" and handle.options.layout != "rank"  # others must become zero
         if rows is None and weights is None and fills_places:
-            return self.send_again(handle, grad, strategy).receive().to(dtype, copy=True), None
-        received = self.send_rows(handle, grad, strategy).receive()
+            return self.resend(handle, grad, "places", strategy).receive().to(dtype, copy=True), None
+        received = self.resend(handle, grad, "rows", strategy).receive()
         positions = handle.positions()
         if weights is not None:  # exact sizes have as many received weights as rows
             positions = positions[: len(weights)]
         return routing.spread_gradient(received, positions, handle.num_places, weights, rows, dtype)
-
-    # -- weights of rows, on this rank ----------------------------------------------------------------------
-
-    def row_weights(self, handle: Handle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
-        """Received weights [R, K] -> [num_places] of their rows (layout "expert"), 0 where no row lies."""
-        return self._backend.row_weights(handle, weights, num_places)
-
-    def route_gradients(self, handle: Handle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The gradient of :meth:`row_weights`: [num_places] -> [R, K] like the received weights."""
-        return self._backend.route_gradients(handle, grad, like)
 
     def fused_layer(self, num_shared_experts: int) -> Any:
         """The calls of a fused layer, which has this communicator for itself from now on.
@@ -344,19 +329,19 @@ class Engine:
     @property
     def masked(self) -> frozenset[int]:
         """Ranks that take no part."""
-        return self._backend.masked
+        return self._backend.members.masked
 
     def mask(self, ranks: Collection[int]) -> None:
-        """Leave out these ranks too, see :meth:`tokenloom.backends.seam.Backend.mask`."""
+        """Leave out these ranks too, see :meth:`tokenloom.backends.seam.Members.mask`."""
         self.ranks.require_alive()
         with self.ranks.turn:
-            self._backend.mask(ranks)
+            self._backend.members.mask(ranks)
 
     def unmask(self, ranks: Collection[int]) -> None:
-        """Take back ranks, see :meth:`tokenloom.backends.seam.Backend.unmask`."""
+        """Take back ranks, see :meth:`tokenloom.backends.seam.Members.unmask`."""
         self.ranks.require_alive()
         with self.ranks.turn:
-            self._backend.unmask(ranks)
+            self._backend.members.unmask(ranks)
 
     def memory(self) -> list[str]:
         """Lines for people about buffers that outlive a call."""

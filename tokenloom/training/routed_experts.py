@@ -225,7 +225,7 @@ class _Forward:
         assert offsets is not None
         assert weights is not None
         gemms = self.experts.gemms(rows, offsets, handle.host_offsets)
-        row_weights = self.engine.row_weights(handle, weights, len(rows))
+        row_weights = handle.row_weights(weights, len(rows))
         kept = rows if self.keeps_rows else None
         if kept is not None and self.engine.capabilities.returns_views:  # a later dispatch overwrites the view
             kept = rows.clone()
@@ -322,7 +322,7 @@ class _Backward:
             return
         piece, values, strategy = self.journeys.popleft()
         with self.transfers.transfer((values, piece.handle), after) as transfer:
-            rows = self.engine.send_again(piece.handle, values[piece.tokens], strategy).receive()
+            rows = self.engine.resend(piece.handle, values[piece.tokens], "places", strategy).receive()
             transfer.results.append(rows)
         self.under_way.append((rows, transfer))
 
@@ -343,7 +343,7 @@ class _Backward:
             if self.wants_weights:
                 weights = piece.handle.topk_weights
                 assert weights is not None
-                received = self.engine.route_gradients(piece.handle, grad_row_weights, weights)
+                received = piece.handle.route_gradients(grad_row_weights, weights)
                 self.grad_weights.append(self.engine.send_weight_gradients(piece.handle, received).receive())
                 transfer.results.append(self.grad_weights[-1])
         return transfer

@@ -97,7 +97,7 @@ MUTATIONS = (
       "comm.routed:Routed.let_go", "NoRows(rows.shape, rows.dtype)", "rows",
       "tests/compat/deep_ep/test_host_cost.py::test_normal_dispatch"),
     M("again-beside-masks", "rows go to the places of a dispatch again, though ranks were masked since",
-      "backends.peers.dispatch:Dispatcher.send_again", "handle.masked != self.launcher.masked", "False",
+      "backends.peers.dispatch:Dispatcher.resend", "handle.masked != self.launcher.masked", "False",
       "tests/backends/test_nvlink_resend.py::test_what_is_unusual"),
     M("again-by-other-ids", "rows go again by ids that were changed since their dispatch",
       "backends.peers.handle:PeerHandle.ids", "version_of(self.given_ids) != self.ids_version", "False",

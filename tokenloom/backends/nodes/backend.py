@@ -18,7 +18,7 @@ from tokenloom.backends.nodes.carrier import Carrier
 from tokenloom.backends.nodes.combine import NodesCombine, empty_combine, gradient_of_weights
 from tokenloom.backends.nodes.dispatch import NodesDispatch
 from tokenloom.backends.nodes.launcher import NodesLauncher
-from tokenloom.backends.peers.combine import RowWeights, ShortRows
+from tokenloom.backends.peers.combine import ShortRows
 from tokenloom.backends.peers.dispatch import ExactHalves
 from tokenloom.backends.peers.handle import PeerHandle, ResultsMemory
 from tokenloom.backends.peers.opening import require_no_host_read
@@ -32,6 +32,7 @@ from tokenloom.backends.seam import (
     Pending,
     PreparedCombine,
     PreparedDispatch,
+    ResendTo,
     Rows,
     Tokens,
     Upcoming,
@@ -72,6 +73,7 @@ class NodesBackend:
         checked: bool = False,
     ) -> None:
         self.name, self.capabilities = carrier.name, replace(carrier.capabilities, reads_on_host=checked)
+        self.members = AllTakePart(carrier.name)
         self._checked, self._ranks, self._always_two = checked, ranks, carrier.always_two
         self._dispatches: dict[tuple[object, ...], NodesDispatch] = {}
         self._combines: dict[object, NodesCombine] = {}
@@ -90,7 +92,6 @@ class NodesBackend:
             )
             keep_until_idle(self._shared, ranks.device, block_counts)
             self._launcher.keep_with_graphs.append(self._shared)
-            self._row_weights = RowWeights(plan, ranks.device)
             self._launcher.empty["dispatch"] = self._empty_dispatch()
             self._launcher.empty["combine"] = empty_combine(self._launcher, self._always_two)
         except Exception:
@@ -166,22 +167,19 @@ class NodesBackend:
         self.check("nothing")
         return None
 
-    def row_weights(self, handle: PeerHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
-        return self._row_weights.of_rows(handle, weights, num_places)
-
-    def route_gradients(self, handle: PeerHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return self._row_weights.of_routes(handle, grad, like)
-
     # -- gradients, and other rows of the same tokens ---------------------------------------------------------
 
-    def send_again(
+    def resend(
         self,
         handle: PeerHandle,
         values: Rows,
+        to: ResendTo = "places",
         strategy: str = "dedup",
         owner: OutputOwner = False,
         stream: int | None = None,
-    ) -> Pending[Rows]:
+    ) -> Pending[Any]:
+        if to == "rows":
+            return self._resend_to_rows(handle, values)
         options = handle.options
         if handle.by_token:
             where = handle.positions(), handle.num_places
@@ -191,7 +189,8 @@ class NodesBackend:
         num_places = handle.num_places
         return _Each(self._repeat(again, handle, values), lambda rows: rows[:num_places])
 
-    def send_rows(self, handle: PeerHandle, values: torch.Tensor, strategy: str = "dedup") -> Pending[torch.Tensor]:
+    def _resend_to_rows(self, handle: PeerHandle, values: Rows) -> Pending[Any]:
+        assert isinstance(values, torch.Tensor), "rows with scales go to places"
         width, hidden = values.shape[1], self.plan.hidden
         if width == hidden:
             return _Each(self._send_rows(handle, values), lambda rows: rows)
@@ -225,20 +224,7 @@ class NodesBackend:
             combine = self._combines[key] = gradient_of_weights(*given)
         return _Columns(combine.send(handle, short.rows, capacity=short.capacity), plan.top_k)
 
-    def mask(self, ranks: Collection[int]) -> None:
-        raise InvalidArgument(f"backend {self.name!r} cannot leave ranks out; use backend='network' over gloo")
-
-    def unmask(self, ranks: Collection[int]) -> None:
-        self.mask(ranks)
-
-    def mask_late(self) -> None:
-        self.mask(())
-
     # -- state ----------------------------------------------------------------------------------------------
-
-    @property
-    def masked(self) -> frozenset[int]:
-        return frozenset()
 
     def report_fault(self, fault: Exception, upcoming: Sequence[Upcoming]) -> None:
         """Open the calls that the others open before they wait for an outcome, and receive those that are open: others
@@ -275,6 +261,28 @@ class NodesBackend:
             self._memory.keep()
         self._memory.close()
         launcher.close(self._memory.shared())
+
+
+class AllTakePart:
+    """Members of a communicator whose backend leaves no rank out.
+
+    Args:
+        backend: its name, for errors.
+    """
+
+    masked: frozenset[int] = frozenset()
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+
+    def mask(self, ranks: Collection[int]) -> None:
+        raise InvalidArgument(f"backend {self._backend!r} cannot leave ranks out; use backend='network' over gloo")
+
+    def unmask(self, ranks: Collection[int]) -> None:
+        self.mask(ranks)
+
+    def mask_late(self) -> None:
+        self.mask(())
 
 
 class _Columns:

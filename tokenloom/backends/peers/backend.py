@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from tokenloom.backends.peers.buffers import RECEIVE_BUFFERS, Buffers, control_layout
-from tokenloom.backends.peers.combine import Combiner, RowWeights
+from tokenloom.backends.peers.combine import Combiner
 from tokenloom.backends.peers.copies import Copies
 from tokenloom.backends.peers.dispatch import Dispatcher
 from tokenloom.backends.peers.fused import FusedLayerCalls
@@ -33,6 +33,7 @@ from tokenloom.backends.seam import (
     Pending,
     PreparedCombine,
     PreparedDispatch,
+    ResendTo,
     Rows,
     Upcoming,
     Wait,
@@ -122,8 +123,7 @@ class NvlinkBackend:
         self._dispatcher = Dispatcher(plan, self._launcher, self._buffers, copies, checked)
         self._launcher.keep_with_graphs.append(self._dispatcher)
         blocks_alone = max(num_sms, min(ALONE * num_sms, usable_sms(ranks.device.index) // 2))
-        self._combiner = Combiner(plan, self._launcher, self._buffers, copies, blocks_alone, checked)
-        self._row_weights = RowWeights(plan, ranks.device)
+        self._combiner = Combiner(self._dispatcher.shared, blocks_alone)
 
     # -- calls ----------------------------------------------------------------------------------------------
 
@@ -145,32 +145,22 @@ class NvlinkBackend:
         self.check("nothing")
         return None
 
-    def send_again(
+    def resend(
         self,
         handle: PeerHandle,
         values: Rows,
+        to: ResendTo = "places",
         strategy: str = "dedup",
         owner: OutputOwner = False,
         stream: int | None = None,
     ) -> Pending[Rows]:
-        return self._sent(lambda: self._dispatcher.send_again(handle, values, strategy, owner, stream))
-
-    def send_rows(self, handle: PeerHandle, values: torch.Tensor, strategy: str = "dedup") -> Pending[torch.Tensor]:
-        return self._sent(lambda: self._dispatcher.send_rows(handle, values, strategy))
+        return self._sent(lambda: self._dispatcher.resend(handle, values, to, strategy, owner, stream))
 
     def send_weight_gradients(self, handle: PeerHandle, grad: torch.Tensor) -> Pending[torch.Tensor]:
         return self._sent(lambda: self._combiner.send_weight_gradients(handle, grad))
 
     def _sent(self, send: Callable[[], Pending[T]]) -> Pending[T]:
         return send() if self._late is None else self._late.until_done(send)
-
-    def row_weights(self, handle: PeerHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
-        self._combiner.require_kept(handle)
-        return self._row_weights.of_rows(handle, weights, num_places)
-
-    def route_gradients(self, handle: PeerHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        self._combiner.require_kept(handle)
-        return self._row_weights.of_routes(handle, grad, like)
 
     @property
     def launcher(self) -> Launcher:
@@ -225,6 +215,11 @@ class NvlinkBackend:
         if isinstance(options, DispatchOptions):
             return self._buffers.has_for_dispatch(options, call.value_bytes)
         return True
+
+    @property
+    def members(self) -> NvlinkBackend:
+        """Itself, since its memory is made anew with them."""
+        return self
 
     @property
     def masked(self) -> frozenset[int]:

@@ -9,7 +9,6 @@ import torch
 from tokenloom.backends.handshake import combine_fields, gradient_fields
 from tokenloom.backends.peers.buffers import (
     BULK_BYTES,
-    Buffers,
     address_of,
     aligned,
     is_eager,
@@ -18,7 +17,6 @@ from tokenloom.backends.peers.buffers import (
     require_bulk,
     weight_gradient_values,
 )
-from tokenloom.backends.peers.copies import Copies
 from tokenloom.backends.peers.handle import PeerHandle
 from tokenloom.backends.peers.opening import (
     HALVES,
@@ -29,9 +27,9 @@ from tokenloom.backends.peers.opening import (
     require_layout,
     require_no_host_read,
 )
+from tokenloom.backends.peers.prepared import SharedByDirect
 from tokenloom.backends.seam import CombineKind, CombineOptions, Pending, PreparedCombine
 from tokenloom.errors import InvalidArgument
-from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.combine.launch import (
     CALL_FIELDS,
     PRE_REDUCE_BLOCKS,
@@ -39,8 +37,6 @@ from tokenloom.kernels.combine.launch import (
     PreReduceVariant,
     max_chunks,
 )
-from tokenloom.kernels.common import spec_of
-from tokenloom.kernels.row_weights.launch import BLOCKS, RowWeightsVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.openings import CallKind
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
@@ -50,23 +46,16 @@ class Combiner:
     """The combines of one communicator.
 
     Args:
+        shared: with the dispatches.
         blocks_alone: SMs of a combine beside which nothing is computed.
-        checked: the host reads the outcome of every call before it returns.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        launcher: Launcher,
-        buffers: Buffers,
-        copies: Copies,
-        blocks_alone: int,
-        checked: bool,
-    ) -> None:
-        self.plan, self.launcher, self.buffers, self.checked = plan, launcher, buffers, checked
-        self._copies, self.blocks_alone = copies, blocks_alone
+    def __init__(self, shared: SharedByDirect, blocks_alone: int) -> None:
+        self.plan, self.launcher, self.buffers = shared.plan, shared.launcher, shared.buffers
+        self.checked = shared.checked
+        self._copies, self.blocks_alone = shared.copies, blocks_alone
         self._prepared: dict[CombineKind, SumsAtHome | ReduceScatter | RoundedTwice] = {}
-        buffers.when_grown.append(self._forget)
+        self.buffers.when_grown.append(self._forget)
 
     def prepare(self, kind: CombineKind, number: int) -> PreparedCombine:
         """Prepare combines; see :meth:`tokenloom.backends.seam.Backend.prepare_combine`."""
@@ -92,13 +81,6 @@ class Combiner:
             _check(self.plan, kind)
             return ReduceScatter(self, kind)
         return SumsAtHome(self, kind, number)
-
-    def require_kept(self, handle: PeerHandle) -> None:
-        """Raise if not all ranks know of the dispatch, or the buffer that it wrote to may have been reused."""
-        if handle.number < self.launcher.known_from:
-            self.launcher.require_known(handle.number)
-        if handle.reused_after is not None and self.buffers.num_dispatches > handle.reused_after:
-            raise InvalidArgument("the dispatch is two or more dispatches old, its buffer was reused; pass copy=True")
 
     def _forget(self) -> None:
         """What was prepared knows where buffers were."""
@@ -138,7 +120,7 @@ class Combiner:
 
     def send_weight_gradients(self, handle: PeerHandle, grad: torch.Tensor) -> Launched[torch.Tensor]:
         """A combine of short rows, [T, K]: of a token's K gradients each rank has some, and zeros for the others."""
-        self.require_kept(handle)
+        handle.require_kept()
         plan, fp32 = self.plan, torch.float32
         short = ShortRows(plan, handle, grad)
         kernel = self.launcher.kernel(
@@ -282,10 +264,10 @@ class SumsAtHome:
         stream: int | None = None,
     ) -> Pending[torch.Tensor]:
         """Put the kernel on the current stream; see :class:`tokenloom.backends.seam.PreparedCombine`."""
-        combiner, launcher = self._combiner, self._launcher
+        launcher = self._launcher
         if stream is None and self._checked:
             require_no_host_read(True, "checked=True")
-        combiner.require_kept(handle)
+        handle.require_kept()
         if out is None:
             out = self._like.new_empty(handle.num_tokens, self._width)
         else:
@@ -335,7 +317,7 @@ class ReduceScatter:
         require_layout(options.strategy, self._layout)
         if options.weighted and weights is None:
             weights = handle.weights
-        combiner.require_kept(handle)
+        handle.require_kept()
         if out is None:
             out = rows.new_empty(handle.num_tokens, combiner.plan.hidden, dtype=options.out_dtype)
         require_aligned(out, "out")
@@ -404,37 +386,3 @@ def _check(plan: Plan, kind: CombineKind) -> None:
     """Raise for a combine that the kernels have no form for."""
     for dtype in (kind.y_dtype, kind.options.wire_dtype, kind.options.out_dtype):
         require_bulk(plan.hidden if kind.width is None else kind.width, dtype)
-
-
-class RowWeights:
-    """Moves weights between routes and rows.
-
-    Args:
-        plan: sizes. device: of the tensors.
-    """
-
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self._plan, self._device = plan, device
-
-    def of_rows(self, handle: PeerHandle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
-        """Received weights [R, K] -> [num_places] of their rows."""
-        rows = weights.new_zeros(num_places)
-        self._move(handle, weights, rows, num_places, weights.numel(), to_rows=True)
-        return rows
-
-    def of_routes(self, handle: PeerHandle, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The gradient of that: [num_places] -> [R, K]."""
-        routes = torch.empty_like(like)
-        self._move(handle, grad, routes, len(grad), routes.numel(), to_rows=False)
-        return routes
-
-    def _move(
-        self, handle: PeerHandle, source: torch.Tensor, target: torch.Tensor, places: int, routes: int, to_rows: bool
-    ) -> None:
-        # One of its own for each call: forward and backward may run in several threads.
-        kernel = Kernel(spec_of(RowWeightsVariant(plan=self._plan, to_rows=to_rows)), self._device.index)
-        args = kernel.args
-        args.row_places, args.source_counts = handle.row_places.data_ptr(), handle.counts.source_counts.data_ptr()
-        args.source, args.target = source.data_ptr(), target.data_ptr()
-        args.routes, args.places = routes, min(places, handle.capacity)
-        kernel.launch(BLOCKS, torch.cuda.current_stream(self._device).cuda_stream)

@@ -29,6 +29,7 @@ from tokenloom.backends.seam import (
     DispatchOut,
     OutputOwner,
     Pending,
+    ResendTo,
     Rows,
     Tokens,
 )
@@ -109,16 +110,19 @@ class Dispatcher:
 
     # -- other rows of the same tokens ----------------------------------------------------------------------
 
-    def send_again(
+    def resend(
         self,
         handle: PeerHandle,
         values: Rows,
+        to: ResendTo = "places",
         strategy: str = "dedup",
         owner: OutputOwner = False,
         stream: int | None = None,
     ) -> Launched[Rows]:
-        """Launch the kernel for other values; see :meth:`tokenloom.backends.seam.Backend.send_again`."""
+        """Launch the kernel for other values; see :meth:`tokenloom.backends.seam.Backend.resend`."""
         self.launcher.require_known(handle.number)
+        if to == "rows":  # a view for the most rows there may be
+            return Launched((self._send_rows(handle, values),))
         layout = handle.options.layout
         if layout == "slots" or handle.by_token or handle.masked != self.launcher.masked:
             where = (handle.positions(), handle.num_places)
@@ -134,13 +138,6 @@ class Dispatcher:
             copy = partial(copied_with_room, least=num_places)
         found = rows if again.scales is None else (rows, again.scales)
         return Launched((_each(lambda rows: copy(rows[:num_places]), found),))
-
-    def send_rows(self, handle: PeerHandle, values: torch.Tensor, strategy: str = "dedup") -> Launched[torch.Tensor]:
-        """Launch the kernel for one row per (token, rank), a view for the most rows there may be."""
-        self.launcher.require_known(handle.number)
-        rows = self._send_rows(handle, values)
-        assert isinstance(rows, torch.Tensor)
-        return Launched((rows,))
 
     def _send_rows(self, handle: PeerHandle, values: Rows) -> Rows:
         most = self.plan.worst_case_rows("token")
@@ -209,11 +206,21 @@ class DirectDispatch(PreparedDispatch):
         super().__init__(shared, kind, repeats, meant)
         self._dispatcher = dispatcher
         plan, buffers = self.plan, shared.buffers
+        self._buffers = buffers
+        self._count = buffers if kind.width is None else buffers.narrow
         self.capacity = self._most_rows() if capacity is None else capacity
         self.num_places = plan.worst_case_rows("rank") if options.layout == "rank" else self.capacity
         self._buffer_rows = self.capacity if options.layout == "expert" else 0
-        brought = {"with_weights": self.with_weights, "with_scales": kind.brings_scales}
-        results = Results(plan, self.launcher.ranks.rank, options, self.num_places, {}, **brought)
+        results = Results(
+            plan,
+            self.launcher,
+            options,
+            self.num_places,
+            {},
+            with_weights=self.with_weights,
+            with_scales=kind.brings_scales,
+            dispatches=self._count,
+        )
         # One for each of those that dispatches take turns in, with its rows; made when first used.
         self._received: list[tuple[ReceiveBuffer, torch.Tensor] | None] = [None] * RECEIVE_BUFFERS
         self.prepare_kernels(results, self.num_places)
@@ -224,8 +231,6 @@ class DirectDispatch(PreparedDispatch):
         self._wants_both_buffers = kind.split or kind.early or kind.output_owner == "but rows"
         self._is_short = options.sizes == "bounded" and self.num_places < (options.capacity or 0)
         self._copies_nothing = not (self.waits or kind.output_owner or self._is_short or shared.checked)
-        self._buffers = buffers
-        self._count = buffers if kind.width is None else buffers.narrow
         self._receive_buffer(self._count.num_dispatches)  # last: it may make memory, which all ranks then do
 
     def _most_rows(self) -> int:

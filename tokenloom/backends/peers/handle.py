@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 
-from tokenloom.backends.peers.buffers import OwnRouteWords, ReceiveBuffer, aligned, version_of
+from tokenloom.backends.peers.buffers import DispatchCount, OwnRouteWords, ReceiveBuffer, aligned, version_of
+from tokenloom.backends.peers.opening import Launcher
 from tokenloom.backends.seam import DispatchOptions, DispatchOut, RoutedCounts
 from tokenloom.errors import InvalidArgument
+from tokenloom.jit.kernel import Kernel
+from tokenloom.kernels.common import spec_of
 from tokenloom.kernels.dispatch.launch import RESULTS
+from tokenloom.kernels.row_weights.launch import BLOCKS, RowWeightsVariant
 from tokenloom.ops import routing
 from tokenloom.ops.routing import Placement
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
@@ -29,11 +33,12 @@ class Results:
     """What a dispatch of one kind leaves in one int32 tensor: counts, what each source counted, slots, and more.
 
     Args:
-        plan: sizes. rank: of this process.
+        plan: sizes. launcher: of the communicator.
         options: of the dispatch.
         sizes: words of further parts, by name.
         num_places: rows of the output.
         with_weights, with_scales: rows come with them.
+        dispatches: those that take turns in the receive buffers; None: these have memory of their own.
 
     Attributes:
         starts: first word of each part, by name. "slots" is the last one. at: first byte.
@@ -44,15 +49,17 @@ class Results:
     def __init__(
         self,
         plan: Plan,
-        rank: int,
+        launcher: Launcher,
         options: DispatchOptions,
         num_places: int,
         sizes: Mapping[str, int],
         *,
         with_weights: bool,
         with_scales: bool,
+        dispatches: DispatchCount | None = None,
     ) -> None:
-        self.plan, self.rank, self.options, self.num_places = plan, rank, options, num_places
+        self.plan, self.rank, self.options, self.num_places = plan, launcher.ranks.rank, options, num_places
+        self.launcher, self.dispatches = launcher, dispatches
         self.with_weights, self.with_scales = with_weights, with_scales
         num_ranks, local = plan.num_ranks, plan.experts_per_rank
         counts = dict(zip(COUNTS, (1, num_ranks, local, local + 1), strict=True))
@@ -354,6 +361,38 @@ class PeerHandle:
         layout = "expert" if self.by_route else self.options.layout
         where = (received, plan.max_tokens_per_rank, self.capacity, plan.top_k)
         return positions_of_received_rows(layout, self.row_places, *where)
+
+    def require_kept(self) -> None:
+        """Raise if not all ranks know of the dispatch, or the buffer that it wrote to may have been reused."""
+        launcher, dispatches = self.results.launcher, self.results.dispatches
+        if self.number < launcher.known_from:
+            launcher.require_known(self.number)
+        if self.reused_after is not None and dispatches is not None and dispatches.num_dispatches > self.reused_after:
+            raise InvalidArgument("the dispatch is two or more dispatches old, its buffer was reused; pass copy=True")
+
+    def row_weights(self, weights: torch.Tensor, num_places: int) -> torch.Tensor:
+        rows = weights.new_zeros(num_places)
+        self._move_weights(weights, rows, num_places, weights.numel(), to_rows=True)
+        return rows
+
+    def route_gradients(self, grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        routes = torch.empty_like(like)
+        self._move_weights(grad, routes, len(grad), routes.numel(), to_rows=False)
+        return routes
+
+    def _move_weights(
+        self, source: torch.Tensor, target: torch.Tensor, places: int, routes: int, to_rows: bool
+    ) -> None:
+        """Launch the kernel that moves weights between routes and rows."""
+        self.require_kept()
+        device = self.memory.device
+        # One of its own for each call: forward and backward may run in several threads.
+        kernel = Kernel(spec_of(RowWeightsVariant(plan=self.results.plan, to_rows=to_rows)), device.index)
+        args = kernel.args
+        args.row_places, args.source_counts = self.row_places.data_ptr(), self.counts.source_counts.data_ptr()
+        args.source, args.target = source.data_ptr(), target.data_ptr()
+        args.routes, args.places = routes, min(places, self.capacity)
+        kernel.launch(BLOCKS, torch.cuda.current_stream(device).cuda_stream)
 
     def all_sizes(self) -> list[int]:
         """num_rows, source_counts, expert_counts and expert_offsets on the host, which waits for them."""

@@ -328,7 +328,7 @@ class StagedDispatch(PreparedDispatch):
 
     def _layout_of_results(self, with_scales: bool) -> Results:
         """All but rows lies in one tensor; scales, which are large, last, unless the caller gives room for them."""
-        plan, options, rank = self.shared.plan, self.options, self.launcher.ranks.rank
+        plan, options = self.shared.plan, self.options
         received = plan.worst_case_rows("rank")
         sizes = {"slot_ranges": 2 * plan.num_experts, "row_tokens": received}
         if options.layout == "token":  # what belongs to a place may be handed out up to the caller's capacity
@@ -339,8 +339,15 @@ class StagedDispatch(PreparedDispatch):
         if with_scales:
             blocks = plan.hidden // FP8_BLOCK
             sizes["scales"] = self._places * (-(-blocks // 4) if options.scale_layout == "packed" else blocks)
-        brought = {"with_weights": self.with_weights, "with_scales": self._with_scales}
-        return Results(plan, rank, options, self._places, sizes, **brought)
+        return Results(
+            plan,
+            self.launcher,
+            options,
+            self._places,
+            sizes,
+            with_weights=self.with_weights,
+            with_scales=self._with_scales,
+        )
 
     def further_words(self) -> dict[str, int]:
         """Words that calls leave besides, by the names of arguments and results."""
