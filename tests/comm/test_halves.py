@@ -15,7 +15,7 @@ import tokenloom as tl
 from tests.conftest import Ranks
 from tests.support.cases import FP32, Case, Problem, each_backend, make_comm, make_problem, same_bits, same_bytes
 from tests.support.on_ranks import on_ranks
-from tokenloom.backends.seam import CombineOptions, Handle, Pending
+from tokenloom.backends.seam import CombineOptions, Handle, Sent
 from tokenloom.comm.checks import DispatchArguments
 from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES
 from tokenloom.runtime.processes import RankContext
@@ -27,7 +27,7 @@ CASE = Case("halves", "", tokens=(9, 0, 5, 7), top_k=3, unused=0.2, hidden=16, d
 
 def send(
     comm: tl.Communicator, x: Any, ids: torch.Tensor, weights: torch.Tensor | None, **options: Any
-) -> Pending[tuple[Handle, torch.Tensor]]:
+) -> Sent[tuple[Handle, torch.Tensor]]:
     """The first half of what ``comm.dispatch`` does, in layout "expert"."""
     engine = comm.engine
     arguments = DispatchArguments("expert", **{"sizes": "exact", **options})
@@ -117,7 +117,7 @@ def check_rows_again(context: RankContext, backend: str) -> None:
         assert routed._handle.topk_weights is not None
         want = comm.dispatch(2 * x, ids, weights, copy=True)
         grad = torch.where(routed._handle.positions()[: len(routed._handle.topk_weights)] >= 0, 1.0, 0.0)
-        calls: list[tuple[Callable[..., Pending[torch.Tensor]], torch.Tensor, torch.Tensor]] = [
+        calls: list[tuple[Callable[..., Sent[torch.Tensor]], torch.Tensor, torch.Tensor]] = [
             (lambda given: comm.engine.resend(routed._handle, given), 2 * x, want.tokens),
             (lambda given: comm.engine.send_weight_gradients(routed._handle, given), grad, (ids >= 0).float()),
         ]

@@ -14,7 +14,7 @@ import torch
 
 from tests.conftest import Ranks
 from tokenloom.backends.collective import PreparedCombineByCollective
-from tokenloom.backends.seam import Pending
+from tokenloom.backends.seam import Sent
 from tokenloom.bench.differences import Difference
 from tokenloom.demo import check, train
 from tokenloom.demo.check import Compared, compare_pairs, merge
@@ -74,7 +74,7 @@ def test_merging_ranks_keeps_the_worst() -> None:
 class SlightlyWrong:
     """A combine on its way whose result has a last bit or so wrong in one value."""
 
-    pending: Pending[torch.Tensor]
+    pending: Sent[torch.Tensor]
 
     def receive(self) -> torch.Tensor:
         out = self.pending.receive()
@@ -86,7 +86,7 @@ def check_with_a_wrong_combine(context: RankContext) -> list[Compared]:
     """Check while every combine of rank 0 is slightly wrong."""
     real = PreparedCombineByCollective.send
 
-    def wrong(prepared: PreparedCombineByCollective, *arguments: Any, **options: Any) -> Pending[torch.Tensor]:
+    def wrong(prepared: PreparedCombineByCollective, *arguments: Any, **options: Any) -> Sent[torch.Tensor]:
         pending = real(prepared, *arguments, **options)
         return SlightlyWrong(pending) if context.rank == 0 else pending
 

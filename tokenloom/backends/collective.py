@@ -47,7 +47,7 @@ from tokenloom.runtime.rank_group import RankGroup
 T = TypeVar("T")
 
 
-class Sent(Generic[T]):
+class RowsUnderWay(Generic[T]):
     """Call whose payload is on its way.
 
     Args:
@@ -93,7 +93,7 @@ class PreparedByCollective:
 
     def send(
         self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None
-    ) -> Sent[tuple[CollectiveHandle, torch.Tensor]]:
+    ) -> RowsUnderWay[tuple[CollectiveHandle, torch.Tensor]]:
         return self._backend.send_dispatch(self._kind, tokens, out)
 
 
@@ -112,7 +112,7 @@ class PreparedCombineByCollective:
         weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         stream: int | None = None,
-    ) -> Sent[torch.Tensor]:
+    ) -> RowsUnderWay[torch.Tensor]:
         return self._backend.send_combine(handle, rows, weights, self._options, out)
 
 
@@ -148,7 +148,7 @@ class CollectiveBackend:
 
     def send_dispatch(
         self, kind: DispatchKind, tokens: Tokens, out: DispatchOut | None
-    ) -> Sent[tuple[CollectiveHandle, torch.Tensor]]:
+    ) -> RowsUnderWay[tuple[CollectiveHandle, torch.Tensor]]:
         """Open a dispatch, and send its metadata and rows."""
         options = kind.options
         x, scales, topk_ids, topk_weights = tokens
@@ -186,7 +186,7 @@ class CollectiveBackend:
                     handle.write_to(out, arrived)
                 return handle, arrived
 
-        return Sent(wait, finish)
+        return RowsUnderWay(wait, finish)
 
     def _check_capacity(self, options: DispatchOptions, rows: np.ndarray, routes: np.ndarray) -> None:
         """Raise an overflow, or remember it for the next call. All ranks do alike, since all know all counts."""
@@ -331,7 +331,7 @@ class CollectiveBackend:
         weights: torch.Tensor | None,
         options: CombineOptions,
         out: torch.Tensor | None,
-    ) -> Sent[torch.Tensor]:
+    ) -> RowsUnderWay[torch.Tensor]:
         """Open a combine, and send the terms of its sums home."""
         if options.weighted and weights is None:
             weights = handle.topk_weights
@@ -346,7 +346,7 @@ class CollectiveBackend:
                 total = home.receive().to(options.out_dtype)
                 return total if out is None else out.copy_(total)
 
-        return Sent(home.wait, finish)
+        return RowsUnderWay(home.wait, finish)
 
     def _send_home(
         self, handle: CollectiveHandle, rows: torch.Tensor, weights: torch.Tensor | None, options: CombineOptions
@@ -401,7 +401,7 @@ class CollectiveBackend:
         strategy: str = "dedup",
         owner: OutputOwner = False,
         stream: int | None = None,
-    ) -> Sent[Any]:
+    ) -> RowsUnderWay[Any]:
         x, scales = values if isinstance(values, tuple) else (values, None)
         if scales is not None:
             x = torch.cat([routing.packed(each).view(torch.uint8) for each in values], 1)
@@ -416,9 +416,11 @@ class CollectiveBackend:
             received_scales = received[:, hidden:].contiguous().view(scales.dtype)
             return received[:, :hidden].contiguous().view(values[0].dtype), received_scales
 
-        return Sent(sent.wait, split)
+        return RowsUnderWay(sent.wait, split)
 
-    def _gradient(self, handle: CollectiveHandle, call: str, send: Callable[[], _Arrival]) -> Sent[torch.Tensor]:
+    def _gradient(
+        self, handle: CollectiveHandle, call: str, send: Callable[[], _Arrival]
+    ) -> RowsUnderWay[torch.Tensor]:
         self._open(gradient_fields(handle.number, call))
         with self._ranks.telling():
             arrival = send()
@@ -427,9 +429,9 @@ class CollectiveBackend:
             with self._ranks.telling():
                 return arrival.place(handle, arrival.arriving.wait())
 
-        return Sent(arrival.arriving.wait, finish)
+        return RowsUnderWay(arrival.arriving.wait, finish)
 
-    def send_weight_gradients(self, handle: CollectiveHandle, grad: torch.Tensor) -> Sent[torch.Tensor]:
+    def send_weight_gradients(self, handle: CollectiveHandle, grad: torch.Tensor) -> RowsUnderWay[torch.Tensor]:
         sizes = handle.sizes
 
         def send() -> _Arrival:

@@ -1,7 +1,7 @@
 """The seam between the calls that users make and the ways in which tokens travel.
 
 A backend prepares calls of one kind once, and then sends them: ``send`` puts a transfer on its way, and
-``Pending.receive`` finishes it. The calls of one piece are the sum of their halves. Everything here is plain data and
+``Sent.receive`` finishes it. The calls of one piece are the sum of their halves. Everything here is plain data and
 protocols.
 """
 
@@ -368,7 +368,7 @@ class Handle(Protocol):
         """The gradient of that: [num_places] -> [R, K] like the received weights."""
 
 
-class Pending(Protocol[T_co]):
+class Sent(Protocol[T_co]):
     """The second half of a call."""
 
     def receive(self) -> T_co:
@@ -393,7 +393,7 @@ class PreparedDispatch(Protocol):
 
     def send(
         self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None
-    ) -> Pending[tuple[Any, torch.Tensor]]:
+    ) -> Sent[tuple[Any, torch.Tensor]]:
         """Open the call and send.
 
         On return all ranks mean the same call, or will be told that they do not by a later call; x may be overwritten
@@ -422,7 +422,7 @@ class PreparedCombine(Protocol):
         weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         stream: int | None = None,
-    ) -> Pending[torch.Tensor]:
+    ) -> Sent[torch.Tensor]:
         """Open the call and send rows home, where the options say so multiplied by their weights.
 
         On return the rows are on their way. ``receive`` gives [T, H], which is ``out`` if that is given.
@@ -516,7 +516,7 @@ class Backend(Protocol):
         strategy: str = "dedup",
         owner: OutputOwner = False,
         stream: int | None = None,
-    ) -> Pending[Any]:
+    ) -> Sent[Any]:
         """Send other values [T, H] of the same tokens, or gradients, by the routes of a dispatch.
 
         To "places", ``receive`` gives [places, H], and scales if there are some. Rows behind the last one in use are
@@ -530,7 +530,7 @@ class Backend(Protocol):
             stream: what :meth:`ready` has just given, or None.
         """
 
-    def send_weight_gradients(self, handle: Any, grad: torch.Tensor) -> Pending[torch.Tensor]:
+    def send_weight_gradients(self, handle: Any, grad: torch.Tensor) -> Sent[torch.Tensor]:
         """Send the gradient of ``handle.topk_weights`` home. ``receive`` gives [T, K]."""
 
     def report_fault(self, fault: Exception, upcoming: Sequence[Upcoming]) -> None:

@@ -11,8 +11,8 @@ from tokenloom.backends.seam import (
     SWAPPED,
     CombineOptions,
     Handle,
-    Pending,
     PreparedCombine,
+    Sent,
     Upcoming,
     gradient_of_dispatch,
 )
@@ -40,13 +40,13 @@ def send_combine(
     weights: torch.Tensor | None,
     options: CombineOptions,
     stream: int | None = None,
-) -> Pending[torch.Tensor]:
+) -> Sent[torch.Tensor]:
     """Send rows [places, H], with received weights [R, K] or None, home. ``receive`` gives [T, H], with a graph.
 
     Args:
         prepared: sends them. options: its own. stream: what the engine's ``ready`` has just given, or None.
     """
-    sent: list[Pending[torch.Tensor]] = []
+    sent: list[Sent[torch.Tensor]] = []
     return _Home(sent, _SendCombine.apply(engine, handle, prepared, rows, weights, options, stream, sent))
 
 
@@ -130,7 +130,7 @@ class _Dispatch(torch.autograd.Function):
 class _Home:
     """A combine under way, whose result will be a node behind that of its first half."""
 
-    def __init__(self, sent: list[Pending[torch.Tensor]], ticket: torch.Tensor) -> None:
+    def __init__(self, sent: list[Sent[torch.Tensor]], ticket: torch.Tensor) -> None:
         self._sent, self._ticket = sent, ticket
 
     def receive(self) -> torch.Tensor:
@@ -164,7 +164,7 @@ class _SendCombine(torch.autograd.Function):
         weights: torch.Tensor | None,
         options: CombineOptions,
         stream: int | None,
-        sent: list[Pending[torch.Tensor]],
+        sent: list[Sent[torch.Tensor]],
     ) -> torch.Tensor:
         ctx.engine, ctx.handle, ctx.options, ctx.rows_dtype = engine, handle, options, rows.dtype
         needs_dots = weights is not None and ctx.needs_input_grad[4]

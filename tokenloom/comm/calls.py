@@ -164,7 +164,7 @@ class Kinds:
         return self.check_dispatch(arguments, mode, x, topk_ids, weights)
 
 
-class Call(ABC):
+class UserCall(ABC):
     """One call of a communicator, made once.
 
     Args:
@@ -253,7 +253,7 @@ class Call(ABC):
         """Receive the rows: the result as users see it."""
 
 
-class CallInHalves(Call):
+class CallInHalves(UserCall):
     """A call that users may also make in halves."""
 
     def start(self) -> Pending[Any]:
@@ -308,7 +308,7 @@ class DispatchCall(CallInHalves):
         copy: Any,
         out: DispatchOut | None,
     ) -> None:
-        # Call's own lines, without one more Python call in each dispatch.
+        # UserCall's own lines, without one more Python call in each dispatch.
         self.owner, self.kinds, self.engine = owner, kinds, kinds.engine
         self._arguments, self._copy, self._out = arguments, copy, out
         self._x, self._topk_ids, self._topk_weights = x, topk_ids, topk_weights
@@ -419,7 +419,7 @@ class CombineCall(CallInHalves):
         weights: torch.Tensor | None,
         bias: tuple[Any, ...] | None = None,
     ) -> None:
-        # Call's own lines, without one more Python call in each combine.
+        # UserCall's own lines, without one more Python call in each combine.
         self.owner, self.kinds, self.engine = owner, kinds, kinds.engine
         self._arguments, self._y, self._routed = arguments, y, routed
         self._out, self._weights, self._bias = out, weights, bias
@@ -541,7 +541,7 @@ class CombineCall(CallInHalves):
 # -- follow-ups of a dispatch ----------------------------------------------------------------------------------
 
 
-class ResendCall(Call):
+class ResendCall(UserCall):
     """Other rows to the places of a dispatch, as ``Communicator.dispatch_again`` explains it."""
 
     name, range_name = "rows again", DISPATCH_RANGE
@@ -596,7 +596,7 @@ class ResendCall(Call):
         return routed._by_place(rows), routed._by_place(scales)
 
 
-class ValuesHomeCall(Call):
+class ValuesHomeCall(UserCall):
     """Values of rows on their way home, as ``Communicator.combine_weights`` explains it.
 
     Where a row is a token, they are a combine of narrow rows. Where it is a route, each value has a place at home.
@@ -660,7 +660,7 @@ class ValuesHomeCall(Call):
         return home if home.shape[1] == top_k else home[:, :top_k].contiguous()
 
 
-class ReweightCall(Call):
+class ReweightCall(UserCall):
     """Other weights by the routes of a dispatch, as ``Communicator.reweighted`` explains it.
 
     Each token's weights travel once to each rank, in a narrow row beside its ids, which tell whose weights they are.

@@ -25,11 +25,11 @@ from tokenloom.backends.seam import (
     OutputOwner,
     ResendTo,
     Rows,
+    Sent,
     Tokens,
     Upcoming,
     Wait,
 )
-from tokenloom.backends.seam import Pending as Sent
 from tokenloom.errors import BackendUnavailable, CommunicatorBroken, InvalidArgument, PeerTimeout, is_known_to_all
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
@@ -46,8 +46,6 @@ from tokenloom.runtime.torch_modes import (
     untransformed,
 )
 from tokenloom.runtime.turns import Turn
-
-__all__ = ["Pending"]
 
 T = TypeVar("T")
 
@@ -423,7 +421,7 @@ class Pending(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Half:
+class SentHalf:
     """A call that was sent and not yet received.
 
     Attributes:
@@ -451,7 +449,7 @@ class OpenCalls:
     def __init__(self, turn: Turn) -> None:
         self.turn = turn
         self.count = 0
-        self.halves: list[Half] = []
+        self.halves: list[SentHalf] = []
 
     def any_open(self) -> bool:
         """Whether there is one, or one was dropped."""
@@ -459,7 +457,7 @@ class OpenCalls:
 
     def keep(self, pending: Pending[Any], name: str, discard: Callable[[], object]) -> int:
         """Remember a pending of the call that was opened last; its number."""
-        self.halves.append(Half(self.count, name, weakref.ref(pending), discard))
+        self.halves.append(SentHalf(self.count, name, weakref.ref(pending), discard))
         return self.count
 
     def received(self, number: int) -> None:

@@ -16,7 +16,7 @@ CALLS = (
       "backends.handshake:combine_fields", "name not in ('needs_grad', 'strategy')",
       "name not in ('needs_grad', 'strategy', 'out_dtype')", HANDSHAKE),
     M("words-of-the-first-call", "kernels of a prepared kind leave their words where the first call had them",
-      "backends.peers.prepared:PreparedDispatch.set_arguments", "base + all_counts",
+      "backends.peers.prepared:PeerDispatch.set_arguments", "base + all_counts",
       "vars(self).setdefault('base', base) + all_counts", f"{PREPARED}each_dispatch_tells_its_own_tensors"),
     M("ids-that-were-changed-since", "routes go by ids that were changed in place since their dispatch",
       "backends.peers.handle:PeerHandle.__init__", "None if given_ids.is_inference() else given_ids._version",

@@ -12,7 +12,7 @@ CHECKED = (TEST + "what_is_unusual_is_checked",)
 
 MUTATIONS = (
     M("plain-in-any-state", "a call in a layer's sequence, or that a profiler sees, is made as if nothing were around",
-      "comm.calls:Call.run", "engine.is_plain()", "True", TEST + "what_is_around_a_call"),
+      "comm.calls:UserCall.run", "engine.is_plain()", "True", TEST + "what_is_around_a_call"),
     M("kinds-without-gradients", "a dispatch with gradients enabled is of the kind of those without",
       "comm.calls:DispatchCall.find", "is_grad_enabled()", "False", TEST + "what_is_around_a_call"),
     M("later-calls-when-closed", "a later call asks no more whether the communicator lives",
@@ -58,7 +58,8 @@ MUTATIONS = (
     M("weights-home-of-others", "weights come home at a glance by a dispatch of another communicator",
       "comm.calls:ValuesHomeCall.find", "routed._owner is not self.owner", "False",
       "tests/comm/test_beside.py::test_what_belongs_to_others"),
-    M("later-fault-untold", "the others wait in a later call that this rank could not launch", "comm.calls:Call.run",
+    M("later-fault-untold", "the others wait in a later call that this rank could not launch", 
+      "comm.calls:UserCall.run",
       "[] if engine.open_calls.count > opened else [self.upcoming()]",
       "[] if is_known or engine.open_calls.count > opened else [self.upcoming()]",
       TEST + "a_fault_of_a_later_call_is_told"),

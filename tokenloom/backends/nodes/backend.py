@@ -29,11 +29,11 @@ from tokenloom.backends.seam import (
     DispatchKind,
     DispatchOptions,
     OutputOwner,
-    Pending,
     PreparedCombine,
     PreparedDispatch,
     ResendTo,
     Rows,
+    Sent,
     Tokens,
     Upcoming,
     Wait,
@@ -130,22 +130,22 @@ class NodesBackend:
         return ExactHalves(self, kind)
 
     def prepared(
-        self, kind: DispatchKind, repeats: bool = False, meant: DispatchOptions | None = None
+        self, kind: DispatchKind, repeats: bool = False, user_options: DispatchOptions | None = None
     ) -> NodesDispatch:
         """Dispatches of one kind with bounded sizes.
 
         Args:
             repeats: rows go the way of an earlier dispatch.
-            meant: options that the user asked for, where this dispatch is a part of that call.
+            user_options: options that the user asked for, where this dispatch is a part of that call.
         """
         if self._always_two:
             kind = replace(kind, split=True)
-        key = (kind, meant, repeats)
+        key = (kind, user_options, repeats)
         found = self._dispatches.get(key)
         if found is None:
             if len(self._dispatches) >= MAX_KINDS:
                 self._dispatches.clear()
-            found = self._dispatches[key] = NodesDispatch(self._shared, kind, repeats, meant)
+            found = self._dispatches[key] = NodesDispatch(self._shared, kind, repeats, user_options)
         return found
 
     def prepare_combine(self, kind: CombineKind, number: int) -> PreparedCombine:
@@ -177,7 +177,7 @@ class NodesBackend:
         strategy: str = "dedup",
         owner: OutputOwner = False,
         stream: int | None = None,
-    ) -> Pending[Any]:
+    ) -> Sent[Any]:
         if to == "rows":
             return self._resend_to_rows(handle, values)
         options = handle.options
@@ -189,7 +189,7 @@ class NodesBackend:
         num_places = handle.num_places
         return _Each(self._repeat(again, handle, values), lambda rows: rows[:num_places])
 
-    def _resend_to_rows(self, handle: PeerHandle, values: Rows) -> Pending[Any]:
+    def _resend_to_rows(self, handle: PeerHandle, values: Rows) -> Sent[Any]:
         assert isinstance(values, torch.Tensor), "rows with scales go to places"
         width, hidden = values.shape[1], self.plan.hidden
         if width == hidden:
@@ -200,21 +200,21 @@ class NodesBackend:
         wide = torch.nn.functional.pad(values, (0, words - width)).view(unit)
         return _Each(self._send_rows(handle, wide), lambda rows: rows.view(torch.float32)[:, :width])
 
-    def _send_rows(self, handle: PeerHandle, values: Rows) -> Pending[tuple[PeerHandle, torch.Tensor]]:
+    def _send_rows(self, handle: PeerHandle, values: Rows) -> Sent[tuple[PeerHandle, torch.Tensor]]:
         """Values once for each (token, rank), with room for the most that there may be."""
         most = self.plan.worst_case_rows("token")
         return self._repeat(DispatchOptions("token", 1, "bounded", most), handle, values)
 
     def _repeat(
         self, options: DispatchOptions, handle: PeerHandle, values: Rows
-    ) -> Pending[tuple[PeerHandle, torch.Tensor]]:
+    ) -> Sent[tuple[PeerHandle, torch.Tensor]]:
         require_no_host_read(self._checked, "checked=True")
         x, scales = values if isinstance(values, tuple) else (values, None)
         tokens = Tokens(x, scales, handle.ids(), None)
         kind = DispatchKind(options, x.dtype, tokens.topk_ids.dtype, with_scales=scales is not None)
         return self.prepared(kind, repeats=True).send(tokens)
 
-    def send_weight_gradients(self, handle: PeerHandle, grad: torch.Tensor) -> Pending[torch.Tensor]:
+    def send_weight_gradients(self, handle: PeerHandle, grad: torch.Tensor) -> Sent[torch.Tensor]:
         """A combine of short rows: each gradient comes from one rank, and the others have zeros, so sums are exact."""
         plan, short = self.plan, ShortRows(self.plan, handle, grad)
         key = ("gradient of weights", short.layout)
@@ -288,7 +288,7 @@ class AllTakePart:
 class _Columns:
     """The first columns of what a combine brings home."""
 
-    def __init__(self, pending: Pending[torch.Tensor], number: int) -> None:
+    def __init__(self, pending: Sent[torch.Tensor], number: int) -> None:
         self._pending, self._number = pending, number
 
     def receive(self) -> torch.Tensor:
@@ -300,7 +300,7 @@ class _Each:
 
     def __init__(
         self,
-        pending: Pending[tuple[PeerHandle, torch.Tensor]],
+        pending: Sent[tuple[PeerHandle, torch.Tensor]],
         function: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._pending, self._function = pending, function

@@ -13,7 +13,7 @@ from tokenloom.backends.peers.buffers import aligned, require_aligned, require_b
 from tokenloom.backends.peers.combine import CombineHalf, set_arguments, set_constant_arguments
 from tokenloom.backends.peers.handle import PeerHandle
 from tokenloom.backends.peers.opening import HALVES, Half, Launched, require_no_host_read
-from tokenloom.backends.seam import CombineKind, CombineOptions, Pending
+from tokenloom.backends.seam import CombineKind, CombineOptions, Sent
 from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.combine.launch import CALL_FIELDS
 from tokenloom.kernels.combine.launch_network import CombineNetworkVariant
@@ -94,7 +94,7 @@ class NodesCombine:
         out: torch.Tensor | None = None,
         stream: int | None = None,
         capacity: int | None = None,
-    ) -> Pending[torch.Tensor]:
+    ) -> Sent[torch.Tensor]:
         """Put the kernel on the current stream; see :class:`tokenloom.backends.seam.PreparedCombine`.
 
         Args:

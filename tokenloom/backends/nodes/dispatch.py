@@ -19,7 +19,7 @@ class NodesDispatch(StagedDispatch):
 
     Args:
         shared: of the communicator; the launcher is a :class:`NodesLauncher`.
-        kind, repeats, meant: as in every prepared dispatch.
+        kind, repeats, user_options: as in every prepared dispatch.
     """
 
     launcher: NodesLauncher
@@ -29,9 +29,9 @@ class NodesDispatch(StagedDispatch):
         shared: Shared,
         kind: DispatchKind,
         repeats: bool = False,
-        meant: DispatchOptions | None = None,
+        user_options: DispatchOptions | None = None,
     ) -> None:
-        super().__init__(shared, kind, repeats, meant)
+        super().__init__(shared, kind, repeats, user_options)
         self.launcher.memory.tell(self.kernel.args.rail, DISPATCHES)
 
     def variant(self, part: str, *, staged: bool = False, eager: bool = False) -> Variant:

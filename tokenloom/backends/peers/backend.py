@@ -30,11 +30,11 @@ from tokenloom.backends.seam import (
     DispatchKind,
     DispatchOptions,
     OutputOwner,
-    Pending,
     PreparedCombine,
     PreparedDispatch,
     ResendTo,
     Rows,
+    Sent,
     Upcoming,
     Wait,
 )
@@ -153,13 +153,13 @@ class NvlinkBackend:
         strategy: str = "dedup",
         owner: OutputOwner = False,
         stream: int | None = None,
-    ) -> Pending[Rows]:
+    ) -> Sent[Rows]:
         return self._sent(lambda: self._dispatcher.resend(handle, values, to, strategy, owner, stream))
 
-    def send_weight_gradients(self, handle: PeerHandle, grad: torch.Tensor) -> Pending[torch.Tensor]:
+    def send_weight_gradients(self, handle: PeerHandle, grad: torch.Tensor) -> Sent[torch.Tensor]:
         return self._sent(lambda: self._combiner.send_weight_gradients(handle, grad))
 
-    def _sent(self, send: Callable[[], Pending[T]]) -> Pending[T]:
+    def _sent(self, send: Callable[[], Sent[T]]) -> Sent[T]:
         return send() if self._late is None else self._late.until_done(send)
 
     @property

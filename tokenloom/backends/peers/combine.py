@@ -28,7 +28,7 @@ from tokenloom.backends.peers.opening import (
     require_no_host_read,
 )
 from tokenloom.backends.peers.prepared import SharedByDirect
-from tokenloom.backends.seam import CombineKind, CombineOptions, Pending, PreparedCombine
+from tokenloom.backends.seam import CombineKind, CombineOptions, PreparedCombine, Sent
 from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.combine.launch import (
     CALL_FIELDS,
@@ -262,7 +262,7 @@ class SumsAtHome:
         weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         stream: int | None = None,
-    ) -> Pending[torch.Tensor]:
+    ) -> Sent[torch.Tensor]:
         """Put the kernel on the current stream; see :class:`tokenloom.backends.seam.PreparedCombine`."""
         launcher = self._launcher
         if stream is None and self._checked:
@@ -309,7 +309,7 @@ class ReduceScatter:
         weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         stream: int | None = None,
-    ) -> Pending[torch.Tensor]:
+    ) -> Sent[torch.Tensor]:
         """Make the sums, and launch what adds them; see :class:`tokenloom.backends.seam.PreparedCombine`."""
         combiner, options = self._combiner, self._options
         if combiner.checked:
@@ -361,7 +361,7 @@ class RoundedTwice:
         weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         stream: int | None = None,
-    ) -> Pending[torch.Tensor]:
+    ) -> Sent[torch.Tensor]:
         """Send rows; see :class:`tokenloom.backends.seam.PreparedCombine`."""
         return RoundedResult(self._sums.send(handle, rows, weights, None, stream), self._out_dtype, out)
 
@@ -374,7 +374,7 @@ class RoundedResult:
         out: where the result goes, or None.
     """
 
-    def __init__(self, pending: Pending[torch.Tensor], out_dtype: torch.dtype, out: torch.Tensor | None) -> None:
+    def __init__(self, pending: Sent[torch.Tensor], out_dtype: torch.dtype, out: torch.Tensor | None) -> None:
         self._pending, self._out_dtype, self._out = pending, out_dtype, out
 
     def receive(self) -> torch.Tensor:

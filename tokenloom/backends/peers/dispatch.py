@@ -10,7 +10,6 @@ from typing import Protocol
 
 import torch
 
-from tokenloom.backends import seam
 from tokenloom.backends.peers.buffers import RECEIVE_BUFFERS, Buffers, ReceiveBuffer
 from tokenloom.backends.peers.copies import Copies
 from tokenloom.backends.peers.handle import (
@@ -22,15 +21,16 @@ from tokenloom.backends.peers.handle import (
     rows_without_sources,
 )
 from tokenloom.backends.peers.opening import Half, Launched, Launcher, require_no_host_read
-from tokenloom.backends.peers.prepared import PreparedDispatch, SentDispatch, SharedByDirect, StagedDispatch, check
+from tokenloom.backends.peers.prepared import PeerDispatch, SentDispatch, SharedByDirect, StagedDispatch, check
 from tokenloom.backends.seam import (
     DispatchKind,
     DispatchOptions,
     DispatchOut,
     OutputOwner,
-    Pending,
+    PreparedDispatch,
     ResendTo,
     Rows,
+    Sent,
     Tokens,
 )
 from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError, is_known_to_all
@@ -69,11 +69,11 @@ class Dispatcher:
             copies=copies,
             host_counts=HostCounts(device, 2 + plan.num_ranks + 2 * plan.experts_per_rank),
         )
-        self._prepared: dict[tuple[object, ...], PreparedDispatch] = {}
-        self._resends: dict[tuple[object, ...], PreparedDispatch] = {}
+        self._prepared: dict[tuple[object, ...], PeerDispatch] = {}
+        self._resends: dict[tuple[object, ...], PeerDispatch] = {}
         buffers.when_grown.append(self._forget)
 
-    def prepare(self, kind: DispatchKind) -> seam.PreparedDispatch:
+    def prepare(self, kind: DispatchKind) -> PreparedDispatch:
         """Prepare dispatches; see :meth:`tokenloom.backends.seam.Backend.prepare_dispatch`."""
         if kind.split and kind.options.sizes == "exact":
             check(self.shared, kind)
@@ -93,18 +93,18 @@ class Dispatcher:
         kind: DispatchKind,
         capacity: int | None = None,
         repeats: bool = False,
-        meant: DispatchOptions | None = None,
-    ) -> PreparedDispatch:
+        user_options: DispatchOptions | None = None,
+    ) -> PeerDispatch:
         """Dispatches of one kind, prepared now or for an earlier call; see :class:`DirectDispatch`."""
         if len(self._prepared) > MAX_KINDS:
             self._forget()
-        key = (kind, capacity, repeats, meant)
+        key = (kind, capacity, repeats, user_options)
         found = self._prepared.get(key)
         if found is None:
             if capacity is None and self._buffers.is_staged(kind.options):
-                found = StagedDispatch(self.shared, kind, repeats, meant)
+                found = StagedDispatch(self.shared, kind, repeats, user_options)
             else:
-                found = DirectDispatch(self, kind, capacity, repeats, meant)
+                found = DirectDispatch(self, kind, capacity, repeats, user_options)
             self._prepared[key] = found
         return found
 
@@ -181,7 +181,7 @@ class Dispatcher:
         return prepared.launch(tokens, None, stream)[:2]
 
 
-class DirectDispatch(PreparedDispatch):
+class DirectDispatch(PeerDispatch):
     """Dispatches of one kind whose rows go straight to their places in a receive buffer.
 
     Args:
@@ -200,10 +200,10 @@ class DirectDispatch(PreparedDispatch):
         kind: DispatchKind,
         capacity: int | None = None,
         repeats: bool = False,
-        meant: DispatchOptions | None = None,
+        user_options: DispatchOptions | None = None,
     ) -> None:
         shared, options = dispatcher.shared, kind.options
-        super().__init__(shared, kind, repeats, meant)
+        super().__init__(shared, kind, repeats, user_options)
         self._dispatcher = dispatcher
         plan, buffers = self.plan, shared.buffers
         self._buffers = buffers
@@ -442,8 +442,8 @@ class Prepares(Protocol):
     @property
     def launcher(self) -> Launcher: ...
 
-    def prepared(self, kind: DispatchKind, *, meant: DispatchOptions) -> seam.PreparedDispatch:
-        """Dispatches of one kind, as parts of calls with the options that are ``meant``."""
+    def prepared(self, kind: DispatchKind, *, user_options: DispatchOptions) -> PreparedDispatch:
+        """Dispatches of one kind, as parts of calls with the options that are ``user_options``."""
 
 
 class ExactHalves:
@@ -463,7 +463,7 @@ class ExactHalves:
         layout = "token" if options.layout == "expert" else options.layout
         capacity = plan.worst_case_rows("token") if layout == "token" else None
         plain = replace(options, layout=layout, alignment=1, sizes="bounded", capacity=capacity, strategy="dedup")
-        self._prepared = dispatcher.prepared(replace(kind, options=plain), meant=options)
+        self._prepared = dispatcher.prepared(replace(kind, options=plain), user_options=options)
 
     @property
     def is_stale(self) -> bool:
@@ -480,7 +480,7 @@ class ExactHalves:
 class SentExactHalf:
     """A dispatch of :class:`ExactHalves` whose rows are on their way."""
 
-    def __init__(self, prepared: ExactHalves, sent: Pending[tuple[PeerHandle, torch.Tensor]]) -> None:
+    def __init__(self, prepared: ExactHalves, sent: Sent[tuple[PeerHandle, torch.Tensor]]) -> None:
         self._prepared, self._sent = prepared, sent
 
     def receive(self) -> tuple[PeerHandle, torch.Tensor]:

@@ -147,19 +147,19 @@ class CountsInWords(RoutedCounts):
 
     Args:
         results, memory, first: what lies where, see :meth:`Results.count`.
-        given: the caller's tensors that hold some of them.
+        out: the caller's tensors that hold some of them.
     """
 
     _where: tuple[Results, torch.Tensor, int]
-    _given: DispatchOut | None
+    _out: DispatchOut | None
 
-    def __init__(self, results: Results, memory: torch.Tensor, first: int, given: DispatchOut | None) -> None:
-        vars(self)["_where"], vars(self)["_given"] = (results, memory, first), given
+    def __init__(self, results: Results, memory: torch.Tensor, first: int, out: DispatchOut | None) -> None:
+        vars(self)["_where"], vars(self)["_out"] = (results, memory, first), out
 
     def __getattr__(self, name: str) -> Any:
         if name not in RoutedCounts.__dataclass_fields__:
             raise AttributeError(name)
-        found = None if self._given is None else getattr(self._given, name)
+        found = None if self._out is None else getattr(self._out, name)
         if found is None:
             results, memory, first = self._where
             found = results.count(memory, first, name)
@@ -184,7 +184,7 @@ class PeerHandle:
         results: what lies where in the words.
         buffer: where rows were received, with what came with them, or a copy of that. None: in the words, and in the
             caller's tensors.
-        given: the caller's tensors that the kernel has written to, if any.
+        out: the caller's tensors that the kernel has written to, if any.
         lent: rows and scales as a caller will hold them, at their full size, while the host does not know how many.
         reused_after: number of the dispatch after which ``buffer`` is overwritten; None for own tensors.
         ids_version: how often ids had been changed in place by then; None where torch does not count.
@@ -207,7 +207,7 @@ class PeerHandle:
     host_offsets: list[int] | None = None
     by_token = False
     masked: frozenset[int] = frozenset()
-    given: DispatchOut | None = None
+    out: DispatchOut | None = None
     lent: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def __init__(
@@ -238,7 +238,7 @@ class PeerHandle:
 
     @cached_property
     def counts(self) -> RoutedCounts:
-        return CountsInWords(self.results, self.memory, self.first_word, self.given)
+        return CountsInWords(self.results, self.memory, self.first_word, self.out)
 
     @cached_property
     def scales(self) -> torch.Tensor | None:
@@ -486,7 +486,7 @@ class PeerHandle:
 
     def hold_given(self, out: DispatchOut) -> None:
         """The caller's tensors are the results that the kernel has written."""
-        self.given = out
+        self.out = out
         top_k = self.results.plan.top_k
         if out.scales is not None:
             self.scales = out.scales

@@ -24,7 +24,7 @@ import torch
 from tokenloom.backends.peers.combine import Combiner
 from tokenloom.backends.peers.dispatch import Dispatcher
 from tokenloom.backends.peers.opening import Launched, Launcher
-from tokenloom.backends.seam import CombineKind, DispatchKind, DispatchOut, Pending, Tokens
+from tokenloom.backends.seam import CombineKind, DispatchKind, DispatchOut, Sent, Tokens
 from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout, TokenloomError, is_known_to_all
 from tokenloom.runtime.rank_group import RankGroup
 
@@ -118,7 +118,7 @@ class LateRanks:
         assert made is not None, "a call that has ended anywhere was made everywhere"
         return made.give()
 
-    def until_done(self, send: Callable[[], Pending[T]]) -> Launched[T]:
+    def until_done(self, send: Callable[[], Sent[T]]) -> Launched[T]:
         """Send and receive a call until it has ended on all ranks that are left."""
 
         def make() -> T:
@@ -195,7 +195,7 @@ class DispatchUntilDone:
 
     def send(
         self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None
-    ) -> Pending[tuple[Any, torch.Tensor]]:
+    ) -> Sent[tuple[Any, torch.Tensor]]:
         return self._late.until_done(lambda: self._maker.dispatcher.prepare(self._kind).send(tokens, out))
 
 
@@ -214,7 +214,7 @@ class CombineUntilDone:
         weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         stream: int | None = None,
-    ) -> Pending[torch.Tensor]:
+    ) -> Sent[torch.Tensor]:
         return self._late.until_done(
             lambda: self._maker.combiner.prepare(self._kind, handle.number).send(handle, rows, weights, out)
         )

@@ -96,7 +96,7 @@ class Launcher:
 
     Attributes:
         num_calls: number of the next call. Captured ones do not count. Each pairs with one of every other rank,
-            whatever the ranks meant by it.
+            whatever the ranks user_options by it.
         known_from: number of the first call that all ranks know of.
         masked: ranks that take no part, in eager calls from the next one on, and in replays likewise.
         outcomes: what the calls have found.

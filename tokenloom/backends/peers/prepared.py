@@ -94,7 +94,7 @@ class SentDispatch:
 
     def __init__(
         self,
-        prepared: PreparedDispatch,
+        prepared: PeerDispatch,
         tokens: Tokens,
         out: DispatchOut | None,
         handle: PeerHandle,
@@ -112,14 +112,14 @@ class SentDispatch:
         return self.prepared.finish(self)
 
 
-class PreparedDispatch:
+class PeerDispatch:
     """The part of prepared dispatches that direct and staged ones have in common.
 
     Args:
         shared: of the communicator.
         kind: of all calls.
         repeats: rows go the way of an earlier dispatch, so an overflow has been told.
-        meant: options that the user asked for, where this dispatch is a part of that call.
+        user_options: options that the user asked for, where this dispatch is a part of that call.
 
     Attributes:
         is_stale: buffers have grown since, or too many kinds came.
@@ -131,7 +131,7 @@ class PreparedDispatch:
     is_done_when_sent = False
 
     def __init__(
-        self, shared: Shared, kind: DispatchKind, repeats: bool = False, meant: DispatchOptions | None = None
+        self, shared: Shared, kind: DispatchKind, repeats: bool = False, user_options: DispatchOptions | None = None
     ) -> None:
         self.shared, self.kind, self.options, self.is_stale = shared, kind, kind.options, False
         self.plan = shared.plan if kind.width is None else replace(shared.plan, hidden=kind.width)
@@ -139,7 +139,7 @@ class PreparedDispatch:
         self.waits = kind.options.sizes == "exact"
         self._host_reads = "sizes='exact'" if self.waits else "checked=True" if shared.checked else ""
         check(shared, kind)
-        fields = dispatch_fields(self.launcher.num_calls, kind, meant)
+        fields = dispatch_fields(self.launcher.num_calls, kind, user_options)
         self.call_kind = CallKind({**fields, **HALVES} if kind.split else fields)
         self.with_weights = kind.weights_dtype is not None
 
@@ -297,13 +297,13 @@ OUTPUT_WORDS = {
 """Parts of results that outputs other than rows are, by the names of arguments."""
 
 
-class StagedDispatch(PreparedDispatch):
+class StagedDispatch(PeerDispatch):
     """Staged dispatches of one kind."""
 
     def __init__(
-        self, shared: Shared, kind: DispatchKind, repeats: bool = False, meant: DispatchOptions | None = None
+        self, shared: Shared, kind: DispatchKind, repeats: bool = False, user_options: DispatchOptions | None = None
     ) -> None:
-        super().__init__(shared, kind, repeats, meant)
+        super().__init__(shared, kind, repeats, user_options)
         options = kind.options
         self.is_done_when_sent = not shared.checked
         plan, layout, eager = shared.plan, options.layout, is_eager(shared.plan)

@@ -28,14 +28,14 @@ the host waits for no counts."""
 
 
 @dataclass
-class Shared:
+class SharedByLayers:
     """What all layers of a mesh and of equal options share."""
 
     communicators: Communicators
     fused: FusedLayers
 
 
-def shared_of(ep_mesh: Any, options: Options) -> Shared:
+def shared_of(ep_mesh: Any, options: Options) -> SharedByLayers:
     """Find what the layers of a mesh share.
 
     It lives as long as the mesh, of which each model has its own. What lived until its last layer is collected would
@@ -44,7 +44,7 @@ def shared_of(ep_mesh: Any, options: Options) -> Shared:
     found = vars(ep_mesh).setdefault(ATTRIBUTE, {})
     if options not in found:
         group = ep_mesh.get_group()
-        found[options] = Shared(Communicators(group, options.of_communicators), FusedLayers(group, options))
+        found[options] = SharedByLayers(Communicators(group, options.of_communicators), FusedLayers(group, options))
     return found[options]
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tokenloom.backends.collective import CollectiveBackend, Sent
+from tokenloom.backends.collective import CollectiveBackend, RowsUnderWay
 from tokenloom.backends.collective_handle import CollectiveHandle
 from tokenloom.backends.nodes.hierarchical.exchange import NodeExchange
 from tokenloom.backends.nodes.hierarchical.inside import InsideNode, SentRows
@@ -48,10 +48,10 @@ class NetworkBackend(CollectiveBackend):
 
     def send_dispatch(
         self, kind: DispatchKind, tokens: Tokens, out: DispatchOut | None
-    ) -> Sent[tuple[CollectiveHandle, torch.Tensor]]:
+    ) -> RowsUnderWay[tuple[CollectiveHandle, torch.Tensor]]:
         overflow = self._overflow
 
-        def send() -> Sent[tuple[CollectiveHandle, torch.Tensor]]:
+        def send() -> RowsUnderWay[tuple[CollectiveHandle, torch.Tensor]]:
             self._overflow = overflow  # without that of a dispatch that is made again
             return super(NetworkBackend, self).send_dispatch(kind, tokens, out)
 
@@ -64,15 +64,15 @@ class NetworkBackend(CollectiveBackend):
         weights: torch.Tensor | None,
         options: CombineOptions,
         out: torch.Tensor | None,
-    ) -> Sent[torch.Tensor]:
+    ) -> RowsUnderWay[torch.Tensor]:
         call = super().send_combine
         return self._whole("combine", lambda: call(handle, rows, weights, options, out))
 
-    def _gradient(self, handle: CollectiveHandle, what: str, send: Callable[[], Any]) -> Sent[torch.Tensor]:
+    def _gradient(self, handle: CollectiveHandle, what: str, send: Callable[[], Any]) -> RowsUnderWay[torch.Tensor]:
         call = super()._gradient
         return self._whole(what, lambda: call(handle, what, send))
 
-    def _whole(self, what: str, send: Callable[[], Sent[T]]) -> Sent[T]:
+    def _whole(self, what: str, send: Callable[[], RowsUnderWay[T]]) -> RowsUnderWay[T]:
         """Send, and where late ranks are masked do so again until all that take part have everything."""
         if not self._ranks.masks_late:
             return send()

@@ -129,7 +129,7 @@ class NodeExchange:
         arriving = self._start_home(collected, recv, packed.new_empty(sum(recv), packed.shape[1]), phase)
         came = [(rank, sizes.sent[rank]) for there in paths.living for rank in there]
         wanted = list(enumerate(sizes.sent))
-        return _Home(arriving, paths.absent, lambda arrived: arrange(arrived, came, wanted).view(rows.dtype))
+        return _NodeHome(arriving, paths.absent, lambda arrived: arrange(arrived, came, wanted).view(rows.dtype))
 
     def send_sums(
         self, sizes: Sizes, rows: torch.Tensor, tokens: torch.Tensor, order: torch.Tensor, dtype: torch.dtype
@@ -185,7 +185,7 @@ class NodeExchange:
         return self._ranks.start_all_to_all(rows, send_counts, recv_counts, phase, out)
 
 
-class _Home(Then):
+class _NodeHome(Then):
     """Rows that came home, but for those of absent ranks, which are zero."""
 
     def __init__(
