@@ -1,6 +1,6 @@
 """Two versions of tokenloom in turns on the same GPUs: every row of its benchmarks, new over old.
 
-    python microbench/compare_versions.py OLD_TREE [--rounds 3] [--only comm,mega,train] [--json FILE]
+    python microbench/compare_versions.py OLD_TREE [--gpus 4] [--rounds 3] [--only comm,mega,train] [--json FILE]
 
 Each round runs every benchmark of one version and then of the other, so that drifting clocks meet both alike. The two
 runs of one version in different rounds show how much equal code differs; a ratio below that spread is noise.
@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 COMMANDS = {
-    "comm": "bench comm --tokens 128,4096 --iterations 12 --backends nvlink",
-    "mega": "bench mega --num-experts 128 --tokens 8,128,512,2048,8192 --iterations 5",
-    "train": "bench train --thiek 65536,4096,1536,64,8 --redispatch-in-backward --no-check --iterations 5",
+    "comm": "bench comm --device cuda --ranks {gpus} --tokens 128,4096 --iterations 12 --backends nvlink",
+    "mega": "bench mega --ranks {gpus} --num-experts {experts} --tokens 8,128,512,2048,8192 --iterations 5",
+    "train": "bench train --device cuda --ranks {gpus} --thiek {tokens},4096,1536,{half},8 "
+    "--redispatch-in-backward --no-check --iterations 5",
 }
-"""For 4 GPUs."""
+EXPERTS, TOKENS = 32, 16_384
+"""Of each GPU. Training has half as many experts."""
 VALUES = ("p50_us", "p50_ms")
 TOLERANCE = 1.015
 
@@ -31,12 +33,16 @@ TOLERANCE = 1.015
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, help="the other checkout")
+    parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default=",".join(COMMANDS), help=f"some of {', '.join(COMMANDS)}")
     parser.add_argument("--limit-s", type=float, default=500.0, help="begin no further round after this long")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     trees = {"old": options.old.resolve(), "new": Path(__file__).resolve().parents[1]}
+    gpus = options.gpus
+    sizes = {"gpus": gpus, "experts": EXPERTS * gpus, "half": EXPERTS // 2 * gpus, "tokens": TOKENS * gpus}
+    commands = {name: command.format(**sizes) for name, command in COMMANDS.items()}
     found: dict[str, dict[str, list[float]]] = {}
     began, longest = time.monotonic(), 0.0
     for number in range(options.rounds):
@@ -45,7 +51,7 @@ def main() -> int:
         round_began = time.monotonic()
         for name in options.only.split(","):
             for version in ("old", "new") if number % 2 == 0 else ("new", "old"):
-                for row, value in measure(trees[version], COMMANDS[name]).items():
+                for row, value in measure(trees[version], commands[name]).items():
                     found.setdefault(row, {}).setdefault(version, []).append(value)
         longest = max(longest, time.monotonic() - round_began)
     rows = [summary(row, values) for row, values in sorted(found.items()) if len(values) == 2]
@@ -56,7 +62,7 @@ def main() -> int:
     for each in slower:
         print(f"    {each['ratio']:.3f}  {each['row']}")
     if options.json:
-        options.json.write_text(json.dumps({"commands": COMMANDS, "rows": rows}, indent=1))
+        options.json.write_text(json.dumps({"commands": commands, "rows": rows}, indent=1))
     return 0
 
 
