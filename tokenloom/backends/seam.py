@@ -19,16 +19,16 @@ from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES, LAYOUTS
 T_co = TypeVar("T_co", covariant=True)
 
 TRANSPORTS = ("collective", "gin", "nvlink")
-"""What may carry rows between nodes: torch.distributed, or NCCL's network for transfers that GPUs start (GIN). With
-"nvlink" nothing may: all ranks reach each other by NVLink."""
+"""Transports between nodes: torch.distributed, or NCCL's network for transfers that GPUs start (GIN). With
+"nvlink" there is none: all ranks reach each other by NVLink."""
 
 Wait = Literal["nothing", "calls", "everything"]
-"""What :meth:`Backend.check` waits for first: nothing, the outcomes of all calls, or the device as well."""
+"""How long :meth:`Backend.check` waits: not at all, for the outcomes of all calls, or for the device as well."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can do. Layers ask here and never for a backend's name.
+    """Abilities of a backend. Layers ask here and never for a backend's name.
 
     Attributes:
         layouts: layouts of a dispatch.
@@ -292,7 +292,7 @@ class RoutedCounts:
 
 
 class Handle(Protocol):
-    """What a backend remembers of a dispatch, for combine and both gradients.
+    """A dispatch as its backend remembers it, for combine and both gradients.
 
     Attributes:
         options: of the dispatch.
@@ -461,7 +461,7 @@ class Members(Protocol):
 
         Raises:
             InvalidArgument: a rank that is not masked; or this backend cannot.
-            PlanMismatch, PeerTimeout: as of :meth:`mask`, and where a rank does not come back; nothing has changed.
+            PlanMismatch, PeerTimeout: as :meth:`mask`, and where a rank does not come back; nothing has changed.
         """
 
     def mask_late(self) -> None:
@@ -559,12 +559,12 @@ SWAPPED = {
     "all_to_all": "dedup",
     "per_node": "dedup",
 }
-"""What carries the gradient. The gradient of a dispatch is a combine, and the other way round.
+"""Strategy of the gradient, by that of the call. The gradient of a dispatch is a combine, and the other way round.
 
 All routes of a token to one rank have the same gradient, so where a payload takes a row per route, its gradient takes
 one per rank."""
 STRATEGY_OF_MODE = {"per_rank": "dedup", "per_route": "all_to_all", "per_node": "per_node"}
-"""What carries a combine of each ``mode``. A layer may also carry the sums of "per_rank" by "reduce_scatter"."""
+"""Strategy of a combine of each ``mode``. A layer may also carry the sums of "per_rank" by "reduce_scatter"."""
 
 
 def default_mode(able: Capabilities) -> str:
@@ -573,7 +573,7 @@ def default_mode(able: Capabilities) -> str:
 
 
 def gradient_of_dispatch(able: Capabilities, strategy: str) -> str:
-    """What carries the gradient of a dispatch by this strategy, where nobody has said how rows come home."""
+    """Strategy of the gradient of a dispatch, where no combine says how rows come home."""
     swapped = SWAPPED[strategy]
     return swapped if swapped in able.combine_strategies else STRATEGY_OF_MODE[default_mode(able)]
 
@@ -612,5 +612,5 @@ class Strategy:
 
     @property
     def gradient_of_dispatch(self) -> str:
-        """What carries the gradient of a dispatch, a combine: it sums per node where combines do."""
+        """Strategy of the gradient of a dispatch, a combine: it sums per node where combines do."""
         return "per_node" if self.combine == "per_node" else SWAPPED[self.dispatch]

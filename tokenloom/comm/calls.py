@@ -452,7 +452,7 @@ class CombineCall(CallInHalves):
             return False
 
     def _key(self, y_dtype: torch.dtype) -> object:
-        """What combines of one kind have alike."""
+        """The key of combines of one kind."""
         arguments, routed, grads = self._arguments, self._routed, (False, False)
         if is_grad_enabled():
             graph_weights = routed._graph_weights

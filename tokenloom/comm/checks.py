@@ -662,7 +662,7 @@ def _require_exactly(
 
 
 def unpacked(plan: Plan, x: Any, scale_layout: str) -> tuple[Any, int | None]:
-    """What a dispatch carries for x: scales of 4 exponents a word, int32 [T, n], as the bits of float32 [T, H / 128].
+    """Unpack scales of x: 4 exponents a word, int32 [T, n], become the bits of float32 [T, H / 128].
 
     Returns:
         x, and n. None: x has no such scales, and is as it was.

@@ -409,10 +409,10 @@ class Communicator:
         """Send other rows of the same tokens to the places of an earlier dispatch. Has no gradient.
 
         Args:
-            x: [T, H], T as of that dispatch; bfloat16, float16, float32 or float64. Or FP8 rows with scales, as
+            x: [T, H], T as in that dispatch; bfloat16, float16, float32 or float64. Or FP8 rows with scales, as
                 ``dispatch`` takes them, except in layout "slots".
             routed: what that dispatch returned.
-            copy: True or "if_needed", as of ``dispatch``.
+            copy: True or "if_needed", as in ``dispatch``.
 
         Returns:
             Shape of ``routed.tokens``, dtype of x; and scales, if x has some. Places without a row are as in
@@ -513,7 +513,7 @@ class Communicator:
 
     @property
     def transports(self) -> dict[str, str]:
-        """What carries rows to ranks of the "own node" and, if there are any, of "other nodes".
+        """Transports of rows to ranks of the "own node" and, if there are any, of "other nodes".
 
         One of "nvlink", "collective" and "gin" for each.
         """
@@ -555,7 +555,7 @@ class Communicator:
         open end as they began. Masked ranks call nothing; those that live close their communicator.
 
         Args:
-            ranks: of the group, but for this one. Ranks that are masked already may be among them.
+            ranks: others of the group. Ranks that are masked already may be among them.
 
         Raises:
             InvalidArgument: a rank that is none, or this one; or a backend or transport that cannot leave ranks out.
@@ -640,7 +640,7 @@ def _require_eager(ranks: RankGroup, rejoins: bool) -> None:
 
 
 def _in_words(terms: Mapping[str, Any], backend: str) -> dict[str, str]:
-    """What a rank that comes back must have alike."""
+    """Arguments that a rank which comes back must have alike."""
     return {name: str(value) for name, value in terms.items()} | {"backend in use": backend}
 
 

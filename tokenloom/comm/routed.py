@@ -1,4 +1,4 @@
-"""What a dispatch gives its caller."""
+"""The result of a dispatch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Layout = Literal["token", "expert", "rank", "slots"]
 
 
 class NoRows(NamedTuple):
-    """What rows were like that somebody else holds."""
+    """Shape and dtype of rows that somebody else holds."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class Routed:
-    """What a dispatch brought to this rank. Tensors are made when they are first read.
+    """Rows that a dispatch brought to this rank, with their counts. Tensors are made when they are first read.
 
     L is experts per rank, M ``max_tokens_per_rank``, S ``capacity`` of layout "slots", W the number of ranks.
 
@@ -192,7 +192,7 @@ class Routed:
     def let_go(self) -> None:
         """Forget rows and scales, which somebody else holds: what is left serves ``combine``, and knows their shape.
 
-        Without this, whoever keeps the result keeps them. ``tokens`` has no values afterwards (device "meta").
+        Otherwise holding the result holds the rows in memory. ``tokens`` has no values afterwards (device "meta").
         """
         values, rows = self.__dict__, self._rows
         _ = self._shape

@@ -18,7 +18,7 @@ LINE = 32
 
 
 class ExpertMemory:
-    """What kernels leave for each other. routes_to_send.cuh and grouped_gemm.cuh say what each part is.
+    """Memory in which kernels meet. routes_to_send.cuh and grouped_gemm.cuh say what each part is.
 
     Nothing can overflow: there is room for the worst routing. Nothing is allocated before :meth:`allocate`.
 

@@ -40,7 +40,7 @@ MOST_LOCAL_EXPERTS = 4096
 
 @dataclass(frozen=True)
 class Senders:
-    """What sends tokens of one dtype.
+    """Kernels that send tokens of one dtype.
 
     Attributes:
         keeping: its blocks pack tokens themselves and keep them. most_kept: so many each, at most.

@@ -31,7 +31,7 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 @dataclass(frozen=True)
 class Prelude:
-    """What comes before a kernel that uses headers from outside the package. By default nothing does.
+    """Source and flags before a kernel that uses headers from outside the package. By default there are none.
 
     Attributes:
         text: begins the translation unit, and includes them.
@@ -51,7 +51,7 @@ NO_PRELUDE = Prelude()
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """What to compile for one form of a kernel, and how to launch it.
+    """One form of a kernel: its source, constants, and how to launch it.
 
     Attributes:
         name: name of the kernel: the stem of its file, and its entry point.
@@ -102,13 +102,13 @@ class KernelSpec:
 
 
 def entry_symbol(name: str) -> str:
-    """What the kernel of that name is called in its cubin."""
+    """The name of the kernel in its cubin."""
     return f"{name}_entry"
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas reports of a kernel: registers a thread, and bytes of stack, spills and static shared memory."""
+    """A report of ptxas on a kernel: registers a thread, and bytes of stack, spills and static shared memory."""
 
     registers: int
     stack_bytes: int

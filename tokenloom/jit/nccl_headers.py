@@ -102,7 +102,7 @@ class Headers:
         return found.hexdigest()
 
     def prelude(self) -> Prelude:
-        """What kernels that call NCCL are compiled behind; see ``KernelSpec.behind``.
+        """The prelude of kernels that call NCCL; see ``KernelSpec.behind``.
 
         Raises:
             BackendUnavailable: as :meth:`in_memory`.

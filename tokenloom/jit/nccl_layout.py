@@ -117,7 +117,7 @@ def constants_source(types: Sequence[str], fields: Sequence[str]) -> str:
 def constants_of(
     values: bytes, types: Sequence[str], fields: Sequence[str]
 ) -> tuple[int, dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
-    """What ``layout_values`` says: the version's code, (size, alignment) by type, (offset, size) by field."""
+    """The answer of ``layout_values``: the version's code, (size, alignment) by type, (offset, size) by field."""
     version, *numbers = struct.unpack(f"<{1 + 2 * (len(types) + len(fields))}Q", values)
     pairs = dict(zip((*types, *fields), zip(numbers[::2], numbers[1::2], strict=True), strict=True))
     return version, {each: pairs[each] for each in types}, {each: pairs[each] for each in fields}
@@ -134,7 +134,7 @@ def _defaults_source(version: tuple[int, int, int]) -> str:
 
 
 def _fields(version: tuple[int, int, int]) -> list[str]:
-    """What the host sets before a device communicator is made, and what it reads of it."""
+    """Fields that the host sets before a device communicator is made, and fields that it reads."""
     asked = ["ginForceEnable", "ginContextCount", "ginSignalCount", "ginCounterCount", "railGinBarrierCount"]
     made = ["rank", "nRanks", "lsaRank", "lsaSize", "ginContextCount", "ginSignalCount", "ginCounterCount"]
     if _has_initializer(version):

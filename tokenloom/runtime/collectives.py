@@ -42,7 +42,7 @@ _unended: set[Collective] = set()
 """Collectives of gloo that this process has not seen the end of. A lost rank may leave some for ever."""
 
 GLOO_THREAD = "pt_gloo_runloop"
-"""What torch calls the threads that run collectives of gloo."""
+"""Name of the threads in which torch runs collectives of gloo."""
 QUIET_S = 0.01
 """A thread that waits for Python's lock asks for it more often."""
 END_S = 5.0

@@ -92,7 +92,7 @@ def _make_links(notes: StoreNotes, place: str, members: Collection[int], limit_s
 
 @dataclass(frozen=True)
 class Meeting:
-    """What the ranks that stayed have settled.
+    """The terms that the ranks which stayed have settled.
 
     Attributes:
         place: keys of the meeting in the store begin with it.
@@ -128,7 +128,7 @@ class Meeting:
         return f"{self.place}/links"
 
     def keys(self, num_ranks: int) -> list[str]:
-        """What the ranks of a group of this size leave at the place while they connect."""
+        """Keys that the ranks of a group of this size leave at the place while they connect."""
         members = [rank for rank in range(num_ranks) if rank not in self.masked]
         reports = [f"{self.place}/connected/{rank}" for rank in members]
         return [*Links.keys(self.links, len(members)), *reports, f"{self.place}/failed"]
@@ -231,7 +231,7 @@ def reconnect(notes: StoreNotes, meeting: Meeting, limit_s: float) -> Links:
 
 
 def _open_call(notes: StoreNotes, rank: int) -> dict[str, Any] | None:
-    """What a rank that wants to come back says, unless it has been answered."""
+    """The request of a rank that wants to come back, unless it has been answered."""
     call = notes.hear_at(_call_of(rank))
     answered = call is not None and notes.hear_at(_answer_to(call["number"])) is not None
     return None if answered else call

@@ -1,4 +1,4 @@
-"""What dropped objects leave to be undone later: a finalizer may run anywhere, so it only makes a list longer.
+"""Releases that dropped objects leave for later: a finalizer may run anywhere, so it only makes a list longer.
 
 The garbage collector runs finalizers in the middle of other work: while somebody's CUDA graph is captured, inside the
 store's client, at exit, or in a forked child. CUDA and the store must not be touched there.

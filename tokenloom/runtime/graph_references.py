@@ -19,7 +19,7 @@ _SEMAPHORE_BYTES = 64
 """More than sem_t has on any Linux."""
 
 _alive: dict[GraphReferences, tuple[object, ...]] = {}
-"""What graphs use, by those who count the graphs."""
+"""Objects that graphs use, by the counter of the graphs."""
 
 
 class GraphReferences:

@@ -1,4 +1,4 @@
-"""What kernels report to the host: waits that expired, counts of a call that still runs, its end, what went wrong.
+"""Reports of kernels to the host: waits that expired, counts of a call that still runs, its end, what went wrong.
 
 All of it lies in pinned host memory. Kernels write the contents first and then, with release order, a word that says
 that they are there. The host reads that word first and, where it is set, the rest after :func:`order_reads`.
@@ -30,7 +30,7 @@ PHASES = {
     6: "combine, sums of nodes",
     ARRIVALS: "MegaMoE, rows of an expert",
 }
-"""What device/sync/wait.cuh calls Phase, in words."""
+"""Phase of device/sync/wait.cuh, in words."""
 FAULT_WORDS = 6
 """FaultRecord of device/sync/wait.cuh."""
 RECORD_WORDS, SEQUENCE_WORD = 8, 5
@@ -152,7 +152,7 @@ class HostCounts:
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """What the ranks found wrong with a call, as all of them see it alike.
+    """The fault that ranks found in a call, as all of them see it alike.
 
     Attributes:
         needed_rows: rows that the fullest rank needs, if over the capacity, else 0.
@@ -208,7 +208,7 @@ class CallRecords:
         return not any(self._words[first : first + SEQUENCE_WORD])
 
     def take(self, slot: int) -> CallOutcome | None:
-        """What a finished call left in its slot, which is cleared; None if all was well."""
+        """Take the outcome of a finished call from its slot, and clear it; None if all was well."""
         first = RECORD_WORDS * slot
         outcome = self._words[first : first + SEQUENCE_WORD].tolist()
         if not any(outcome):

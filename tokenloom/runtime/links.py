@@ -54,7 +54,7 @@ class Links:
 
     @staticmethod
     def keys(place: str, num_members: int) -> list[str]:
-        """What torch leaves in a store with this prefix, for members that find each other there. It deletes none."""
+        """Keys that torch leaves in a store with this prefix, for members that find each other. It deletes none."""
         return [f"{place}/0/{index}" for index in range(num_members)]
 
     def start(

@@ -219,7 +219,7 @@ class Membership:
     # -- gathers --------------------------------------------------------------------------------------------
 
     def unsettled(self) -> AwaitedNotes | None:
-        """What must be waited for before a gather may be completed without the rows of lost ranks; None if nothing."""
+        """Notes to await before a gather may be completed without the rows of lost ranks; None if there are none."""
         for holdings in self._unsettled:
             holdings.give_up(self.masked)
             if not holdings.wait(0):

@@ -109,7 +109,7 @@ class Siblings:
     # -- ranks that wait for each other in different places -------------------------------------------------
 
     def places(self) -> dict[str, int]:
-        """What this rank has begun in each place where ranks meet."""
+        """The step that this rank has begun in each place where ranks meet."""
         return {THE_GROUP: self.collectives} | {each.name: each.step for each in self.all if each.by_pairs}
 
     @contextmanager

@@ -23,7 +23,7 @@ KEPT_NOTES = 8
 TELLS_WHO_IS_MASKED = ("change/", "loss/")
 """Names of notes that begin so are never deleted once a rank is masked, which may come late to read them."""
 NO_NOTE = "no note"
-"""What no note says: it is no JSON."""
+"""A value that no note has: it is no JSON."""
 
 
 class StoreNotes:
@@ -72,7 +72,7 @@ class StoreNotes:
 
     @property
     def name(self) -> str:
-        """What the communicator is called, the same on all ranks."""
+        """The communicator's name, the same on all ranks."""
         return self._prefix
 
     def renumber(self, number: int) -> None:

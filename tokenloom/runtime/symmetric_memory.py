@@ -157,7 +157,7 @@ def close_together(buffers: Iterable[SymmetricBuffer]) -> None:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells the others of its memory: the driver's handle, and who would have to end to give it up."""
+    """The offer of a rank's memory to the others: the driver's handle, and who would have to end to give it up."""
 
     rank: int
     handle: bytes

@@ -1,4 +1,4 @@
-"""What torch may do with code and tensors beside running them: calls refuse it, or take what kernels can read."""
+"""Modes of torch in which it does not simply run code: calls refuse them, or take tensors that kernels can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What carries regions to other nodes: the kernels themselves, or a collective between two of them."""
+"""Carriers of regions to other nodes: the kernels themselves, or a collective between two of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PADDED_CAPABILITIES = replace(GIN_CAPABILITIES, other_nodes="collective", own_tr
 
 @dataclass(frozen=True)
 class Carrier(Generic[Memory]):
-    """What :class:`NodesBackend` is made with.
+    """One way to carry regions, and all that :class:`NodesBackend` is made with.
 
     Attributes:
         name: of the backend with this carrier.

@@ -128,7 +128,7 @@ class NodesCombine:
 
 
 def gradient_of_weights(launcher: NodesLauncher, layout: str, width: int, split: bool, checked: bool) -> NodesCombine:
-    """Make the combine that brings gradients of weights home, as rows of so many float32."""
+    """Make the combine that brings gradients of weights home, as rows of ``width`` float32."""
     fp32, number = torch.float32, launcher.num_calls
     kind = CombineKind(layout, fp32, CombineOptions(False, fp32, fp32, False, "per_node"), split=split, width=width)
     return NodesCombine(launcher, kind, number, checked, gradient_fields(number, "gradient of weights"))

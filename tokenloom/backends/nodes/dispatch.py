@@ -11,7 +11,7 @@ from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
 DISPATCHES = 0
 """The kind of traffic; kDispatches of device/transport/rail.cuh."""
 FOR_COMBINE = ("node_rows", "forwarded_slots", "forwarded_rows")
-"""What a combine needs besides, as arguments and results name it."""
+"""Results that a combine needs besides, by their names there and as arguments."""
 
 
 class NodesDispatch(StagedDispatch):

@@ -31,7 +31,7 @@ RDMA_CARDS = Path("/sys/class/infiniband")
 
 
 class NodeMemory(NodeBuffers):
-    """What the ranks of a node share, with the window that ranks of other nodes put to.
+    """Memory that the ranks of a node share, with the window that ranks of other nodes put to.
 
     Attributes:
         gin: the window, with a device communicator. ``regions`` says what lies where in it.
@@ -92,7 +92,7 @@ class BehindNccl:
         return str(self.variant)
 
     def spec(self) -> KernelSpec:
-        """What to compile and how to launch it."""
+        """Describe the kernel: its source, and how to launch it."""
         return self.variant.spec().behind(self.prelude)
 
 

@@ -39,7 +39,7 @@ _FULL = 1
 
 
 class GinMemory:
-    """What the kernels of one rank need to put to others over the network. Making one is collective.
+    """Memory and communicators by which kernels of one rank put to others over the network. Making one is collective.
 
     Where it is dropped without a close, its memory stays until the process ends.
 
@@ -188,7 +188,7 @@ class GinMemory:
                 undo()
 
     def _undoings(self) -> list[Callable[[], None]]:
-        """What takes back what there is, last things first."""
+        """List the functions that release what exists, the newest first."""
         steps: list[Callable[[], None]] = []
         if self._device_comm:
             steps.append(lambda: self._nccl.destroy_device_comm(self._comm, self._device_comm))

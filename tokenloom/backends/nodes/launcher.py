@@ -49,5 +49,5 @@ class NodesLauncher(Launcher):
         return self.empty_of(fields).kernel, None
 
     def empty_of(self, fields: Fields) -> Empty:
-        """What opens such a call."""
+        """The call without tokens that opens one of these fields."""
         return self.empty["combine" if fields["call"] in COMBINES else "dispatch"]

@@ -16,7 +16,7 @@ from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
 
 class NodeBuffers:
-    """What the ranks of a node share for calls between nodes, whatever carries regions. Making it is collective.
+    """Memory that the ranks of a node share for calls between nodes, with any carrier. Making it is collective.
 
     Args:
         plan, ranks: sizes and group, whose topology has rails.
@@ -81,7 +81,7 @@ class NodeBuffers:
             )
 
     def shared(self) -> list[SymmetricBuffer]:
-        """What ranks of this node share besides ``control``."""
+        """Buffers that ranks of this node share besides ``control``."""
         return [self._staging, self.partials]
 
     def describe(self) -> list[str]:

@@ -28,7 +28,7 @@ from tokenloom.runtime.rank_group import RankGroup
 
 
 class PaddedMemory(NodeBuffers):
-    """What the ranks of a node share. Regions that cross the network are tensors of a call, so none is overwritten."""
+    """Memory that the ranks of a node share. Regions that cross the network are tensors of one call each."""
 
     carrier = "collective"
 

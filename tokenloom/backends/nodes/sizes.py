@@ -45,7 +45,7 @@ class NodeSizes:
 
     @cached_property
     def regions(self) -> Regions:
-        """What crosses the network. Regions are large enough for rows and for sums."""
+        """Bytes of regions that cross the network. Regions are large enough for rows and for sums."""
         plan, most = self.plan, MOST_CHUNKS if self.carrier == "gin" else 1
         dispatches = DispatchNetworkVariant(plan, self.ranks_per_node, x_dtype=self.widest)
         region = max(
@@ -96,7 +96,7 @@ class NodeSizes:
         return self.node_bytes + self.carried_bytes
 
     def most_tokens(self, num_bytes: int, limit: int | None = None) -> int:
-        """The largest ``max_tokens_per_rank`` that needs no more than so many bytes; 0 for none.
+        """The largest ``max_tokens_per_rank`` that fits into these bytes; 0 for none.
 
         Args:
             limit: largest answer; None: the plan's ``max_tokens_per_rank``.

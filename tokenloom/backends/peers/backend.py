@@ -319,7 +319,7 @@ def probe(request: Request) -> Availability:
 
 
 def gpu_identity(device: torch.device) -> str:
-    """What tells its GPU from all others."""
+    """The UUID of a GPU, which no other has."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -347,7 +347,7 @@ REGISTRATION = Registration("nvlink", CAPABILITIES, probe, make, objections, why
 
 
 def why_no_kernels(request: Request) -> str | None:
-    """What keeps the kernels from running on this rank, or None."""
+    """Say why the kernels cannot run on this rank; None if they can."""
     plan, device = request.plan, request.device
     if request.dtype == torch.float64:
         return "its kernels have no float64"

@@ -1,4 +1,4 @@
-"""What lies in the symmetric buffers of a communicator, how large it is, and when a buffer is made."""
+"""Layouts of the symmetric buffers of a communicator, their sizes, and the calls that make them."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def _combine_recv_rows(plan: Plan) -> int:
 
 
 class RouteWords:
-    """What comes beside rows and scales: local_ids, weights and row_places [R, K], and row_tokens [R]. Views of them
+    """Words that come beside rows: local_ids, weights and row_places [R, K], and row_tokens [R]. Views of them
     are made when they are read.
 
     Args:
@@ -221,7 +221,7 @@ class RouteWords:
         self.weights_address = address + 4 * parts["weights"]
 
     def part(self, name: str, num_rows: int | None) -> torch.Tensor:
-        """One of them, of the first so many rows; None: of all."""
+        """The named part for the first ``num_rows`` rows; for all rows if None."""
         if num_rows is None:
             num_rows = self.num_rows
         memory, begin, top_k = self._memory, self._parts[name], self._top_k

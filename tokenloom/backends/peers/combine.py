@@ -83,7 +83,7 @@ class Combiner:
         return SumsAtHome(self, kind, number)
 
     def _forget(self) -> None:
-        """What was prepared knows where buffers were."""
+        """Prepare all anew: a prepared combine knows where buffers were."""
         for each in self._prepared.values():
             each.is_stale = True
         self._prepared.clear()

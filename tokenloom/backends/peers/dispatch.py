@@ -472,7 +472,7 @@ class ExactHalves:
     def send(self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None) -> SentExactHalf:
         assert out is None, "results of an exact size have no room of the caller's"
         require_no_host_read(True, "sizes='exact'")
-        if not (self._kind.split or self._kind.early):  # whoever waits hears first of what earlier calls left
+        if not (self._kind.split or self._kind.early):  # a call that waits first raises the errors of earlier ones
             self.dispatcher.launcher.settle(0)
         return SentExactHalf(self, self._prepared.send(tokens))
 

@@ -21,7 +21,7 @@ from tokenloom.ops.routing import Placement
 from tokenloom.plan import FP8_BLOCK, Plan, align_up
 
 ALIGNED_WORDS = 32
-"""Parts of results begin at multiples of 128 bytes, but for counts, which lie side by side."""
+"""Parts of results begin at multiples of 128 bytes. Counts lie side by side."""
 WORDS_TOGETHER = 2**18
 """Words that are allocated for several calls."""
 MOST_WORDS_TOGETHER = WORDS_TOGETHER // 4
@@ -30,7 +30,7 @@ COUNTS = ("num_rows", "source_counts", "expert_counts", "expert_offsets")
 
 
 class Results:
-    """What a dispatch of one kind leaves in one int32 tensor: counts, what each source counted, slots, and more.
+    """The results of dispatches of one kind in one int32 tensor: counts, the counts of each source, slots, and more.
 
     Args:
         plan: sizes. launcher: of the communicator.
@@ -77,7 +77,7 @@ class Results:
         self.slots_per_token = num_ranks + plan.top_k
 
     def words(self, num_tokens: int) -> int:
-        """Words that a dispatch of so many tokens leaves."""
+        """Words that a dispatch of ``num_tokens`` tokens leaves."""
         return self.fixed_words + num_tokens * self.slots_per_token
 
     def part(self, memory: torch.Tensor, first: int, name: str) -> torch.Tensor:
@@ -177,7 +177,7 @@ class PeerHandle:
     """A dispatch as this rank remembers it. R: received rows, in the order (source rank, token).
 
     Attributes:
-        options, number, num_tokens, num_places, counts, scales: as of every handle.
+        options, number, num_tokens, num_places, counts, scales: see :class:`tokenloom.backends.seam.Handle`.
         capacity: places that a row may have; routes beyond it were dropped.
         given_ids: topk_ids as given, which routes gradients the same way.
         memory: int32, where the kernel leaves its words, from ``first_word`` on. words_address: of that one.
@@ -405,7 +405,7 @@ class PeerHandle:
         """Give outputs their exact size; the rows that there are.
 
         Args:
-            sizes: as of :meth:`all_sizes`; expert_offsets may be missing in other layouts than "expert".
+            sizes: as :meth:`all_sizes` gives them; expert_offsets may be missing in other layouts than "expert".
             rows: [places, H].
         """
         plan = self.results.plan
@@ -428,7 +428,7 @@ class PeerHandle:
         """Give lent outputs their exact size; the rows that there are.
 
         Args:
-            sizes: as of :meth:`cut_to_size`.
+            sizes: as :meth:`cut_to_size` takes them.
         """
         assert self.lent is not None
         (rows, self.scales), self.lent, self.reused_after = self.lent, None, None
@@ -588,7 +588,7 @@ def place_by_expert(
 
 
 def copied_with_room(tensor: torch.Tensor, least: int) -> torch.Tensor:
-    """A copy with at least so many rows, zeros behind those there are."""
+    """Copy a tensor, with zeros behind its rows up to ``least`` of them."""
     if len(tensor) >= least:
         return tensor.clone()
     out = tensor.new_zeros(least, *tensor.shape[1:])

@@ -4,7 +4,7 @@ Each call ends with a meeting of all ranks (kernels/barrier), so a rank that has
 result too. When a rank waits in vain, or hears that another one did, then all that are left
 
 1. settle who is lost, by notes in the store (runtime/membership.py), where a rank that is lost itself learns of it;
-2. settle how many calls have ended: as many as the rank with the most has met for. Whoever adopts a loss says its
+2. settle how many calls have ended: as many as the rank with the most has met for. A rank that adopts a loss says its
    number, and counts no meeting any more;
 3. make new memory, since a rank that was late, and lives, may still write to the old one;
 4. make the call again, unless it has ended: then each of them has its result.
@@ -34,26 +34,26 @@ PHASE = "going on without ranks"
 
 
 class Remakes(Protocol):
-    """What makes calls, on memory that can be made anew."""
+    """A backend that makes calls, on memory that can be made anew."""
 
     @property
     def launcher(self) -> Launcher:
-        """What opens calls now."""
+        """The launcher that opens calls now."""
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """What dispatches now."""
+        """The dispatches on the memory of now."""
 
     @property
     def combiner(self) -> Combiner:
-        """What combines now."""
+        """The combines on the memory of now."""
 
     def remake(self) -> None:
         """Make new memory with the ranks that are left. Collective."""
 
 
 class _Made(Generic[T]):
-    """What became of a call on this rank: a result, or an error that all ranks raise alike."""
+    """The end of a call on this rank: a result, or an error that all ranks raise alike."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self.error: Exception | None = None

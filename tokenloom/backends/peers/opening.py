@@ -36,7 +36,7 @@ from tokenloom.runtime.symmetric_memory import SymmetricBuffer, close_together
 T = TypeVar("T")
 
 HALVES: Fields = {"halves": True}
-"""What all ranks must mean alike of calls that are two kernels, beside what they mean of others."""
+"""Fields that all ranks must mean alike in calls that are two kernels, beside those of other calls."""
 
 
 class Launched(tuple[T]):
@@ -62,7 +62,7 @@ class OpeningKernel(Kernel):
 
 
 class Half:
-    """What the receiving half of a call needs of the sending one.
+    """State that the sending half of a call leaves to the receiving one.
 
     Args:
         memory: to keep until then: what the receiving kernel reads and writes, and where the sending kernel leaves the
@@ -72,7 +72,7 @@ class Half:
 
     Attributes:
         number: of the call. args: of the sending kernel. kind, dispatch: what the call means to all ranks. status: not
-            0 where this rank opens it for a fault of its own. repeats: as of :meth:`Launcher.launch`.
+            0 where this rank opens it for a fault of its own. repeats: see :meth:`Launcher.launch`.
         captured: it was sent into a CUDA graph. is_finished: the receiving kernel was launched.
     """
 
@@ -213,7 +213,7 @@ class Launcher:
         """Raise what earlier calls left, as far as it is known, and say whether :meth:`launch_ready` can come next.
 
         Args:
-            in_flight: of the last calls, so many are not asked what they found.
+            in_flight: number of last calls whose outcome is not asked for.
 
         Returns:
             The handle of the current stream, if it is the one of the call before, nothing captures it, and no halves

@@ -1,4 +1,4 @@
-"""What calls have found: read by the host at once where it must, or a few calls later, the same number on every rank.
+"""Outcomes of calls: read by the host at once where it must, or a few calls later, the same number on every rank.
 
 The last block out of a kernel writes a number to pinned memory, behind what was wrong with the call. So the host
 learns of the end of a kernel by one comparison, and asks the driver nothing.
@@ -123,7 +123,7 @@ class Outcomes:
             self._raise_outcome(call)
 
     def await_counts(self, counts: HostCounts) -> list[int] | None:
-        """What the last call leaves while it still runs; None if it has found something wrong, which settle raises."""
+        """Results of the last call while it still runs; None if it has found something wrong, which settle raises."""
         call = InFlight(*self._in_flight[-1])
         looked = time.monotonic()
 

@@ -149,7 +149,7 @@ class PeerDispatch:
             stream = None  # two kernels have to look around
         if stream is None:
             self.require_now()
-            if self.waits and not self.kind.early:  # whoever waits hears first of what earlier calls left
+            if self.waits and not self.kind.early:  # a call that waits first raises the errors of earlier ones
                 self.launcher.settle(0)
         return SentDispatch(self, tokens, out, *self.launch(tokens, out, stream))
 
@@ -167,7 +167,7 @@ class PeerDispatch:
         raise NotImplementedError
 
     def forget_buffers(self) -> None:
-        """Let go of views of receive buffers, which are about to go: whoever keeps this would keep them."""
+        """Drop views of receive buffers, which are about to be released: holding this would hold them."""
 
     def finish(self, sent: SentDispatch) -> tuple[PeerHandle, torch.Tensor]:
         """Wait for counts that the host has to know, and give outputs their size and their owner."""
@@ -283,7 +283,7 @@ def check(shared: Shared, kind: DispatchKind) -> None:
 
 
 PARTS_OF_A_ROW = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
-"""What arrives, as a region and the kernel's arguments name it."""
+"""Parts of a row that arrive, by the names of regions and of kernel arguments."""
 WRITTEN_ALONE = frozenset((*COUNTS, "slot_ranges"))
 """Results that the kernel's arguments name as the caller does."""
 OUTPUT_WORDS = {

@@ -1,8 +1,8 @@
 """The calls of backend "network": those of "collective" with another exchange.
 
-With ``mask_late``, a call is made again without the ranks that are lost in the middle of it. Whoever forwards takes
-rows of others with it, and nobody knows alone which ones. So each call ends with a meeting, in which all say whether
-they have everything. Until then inputs must last, so the first half of a call does all of it.
+With ``mask_late``, a call is made again without the ranks that are lost in the middle of it. A rank that forwards
+takes rows of others with it, and nobody knows alone which ones. So each call ends with a meeting, in which all say
+whether they have everything. Until then inputs must last, so the first half of a call does all of it.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.rank_group import RankGroup
 
 WORD = 16
-"""Rows are padded to multiples of so many bytes, which kernels copy at once."""
+"""Bytes that kernels copy at once. Rows are padded to multiples of them."""
 
 
 class NodeExchange:
@@ -186,7 +186,7 @@ class NodeExchange:
 
 
 class _NodeHome(Then):
-    """Rows that came home, but for those of absent ranks, which are zero."""
+    """Rows that came home; those of absent ranks are zero."""
 
     def __init__(
         self, arriving: Arriving, absent: frozenset[int], make: Callable[[torch.Tensor], torch.Tensor]

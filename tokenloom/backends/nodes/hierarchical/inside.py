@@ -1,4 +1,4 @@
-"""What happens inside a node: rows that came over the network go on to its ranks, and rows of its ranks come together.
+"""The way inside a node: rows that came over the network go on to its ranks, and rows of its ranks come together.
 
 :class:`InsideNode` is all that the exchange between nodes asks for, so kernels may take the place of collectives
 (nvlink_inside.py).
@@ -22,7 +22,7 @@ from tokenloom.runtime.rank_group import RankGroup
 
 @dataclass
 class Legs:
-    """What a rank needs to know of a dispatch as one that forwards.
+    """Sizes of a dispatch for a rank that forwards its rows.
 
     Attributes:
         to_nodes: list [N], rows of this rank for each node.
@@ -216,7 +216,7 @@ def add_collected(
         positions = keys.new_full((len(found), len(legs.into_node[0])), -1)
         positions[group, of_rows[:, 1] - first] = torch.arange(len(keys), device=keys.device)
         sums = routing.ordered_sum(values.view(-1, width), positions, dtype=dtype).to(rows.dtype)
-        # As many places as there were tokens in the dispatch, which is known at home too whoever is absent by now.
+        # As many places as there were tokens in the dispatch: home knows that number, also if ranks are absent now.
         send = [0] * num_ranks
         for source in {int(source) for source in pairs[:, 0]}:
             send[source] = legs.from_ranks[source]

@@ -66,7 +66,7 @@ class NvlinkInside:
 
     Args:
         plan, ranks: sizes and group, whose topology has rails.
-        num_sms, checked: as of backend "nvlink".
+        num_sms, checked: see backend "nvlink".
         dtype: of the tokens, where it is known.
     """
 
@@ -201,7 +201,7 @@ class NvlinkInside:
 
     @contextmanager
     def _named_as_in_whole(self) -> Iterator[None]:
-        """Inside, whoever is missing is named as the whole group knows it, and the whole group is broken."""
+        """Name a missing rank as the whole group knows it, and break the whole group."""
         try:
             yield
         except PeerTimeout as timeout:
@@ -288,7 +288,7 @@ def why_not(request: Request, ranks: RankGroup) -> str:
 
 
 def objection(by_rank: Sequence[Availability], topology: Topology) -> str:
-    """What keeps kernels from running inside some node, "" if nothing does."""
+    """Say why kernels cannot run inside some node; "" if they can."""
     for node, members in enumerate(topology.nodes):
         found = [by_rank[rank] for rank in members]
         failing = [(rank, each.why) for rank, each in enumerate(found) if not each.works]
@@ -298,7 +298,7 @@ def objection(by_rank: Sequence[Availability], topology: Topology) -> str:
 
 
 def _unit(key: int) -> torch.dtype:
-    """What rows pass for. Rows of other dtypes of that width share the memory."""
+    """The dtype that rows of this width pass for. They share its memory."""
     return torch.float32 if key > 2 else torch.bfloat16
 
 
