@@ -10,20 +10,23 @@ constexpr int kLoaderArrivals = 1;  // on a full stage; TMA adds the bytes that 
 template <class Rows, class Ring, class Weights, class At>
 __device__ __forceinline__ void load_weights(Ring& ring, const RingUse<Ring::kStages>& use, const Weights& weights,
                                              const Tile& tile, int groups, const At& at, int k) {
-    constexpr int kBlocks = Weights::kBlocks, kRowScaleBytes = sizeof(ring.a_scales[0]);
+    constexpr int kBlocks = Weights::kBlocks;
     mbarrier_wait(&ring.empty[use.stage], use.parity ^ 1);
     uint64* full = &ring.full[use.stage];
-    // The scales of 8 blocks of K come with the first of them.
-    const bool with_scales = kWideScales<kBlocks> && k % kScaleBlocks == 0;
-    const int column_scale_bytes = with_scales ? min(kScaleBlocks, kBlocks - k) * 4 : 0;
-    const int row_scale_bytes = with_scales && Rows::kScalesByTma ? kRowScaleBytes : 0;
-    mbarrier_arrive_expect(full, groups * kGroupRows * RowOperand::kRowBytes + WeightOperand::kStageBytes +
-                                     row_scale_bytes + kHalves * column_scale_bytes);
-    if (with_scales) {
-        const uint32 buffer = ScalePlace<kBlocks, Ring::kStages>(at, k).buffer;
-        for (int half = 0; half < kHalves; ++half)
-            bulk_load(ring.b_scales[buffer][half], weights.column_scales(tile, half) + k, column_scale_bytes, full);
-    }
+    const int bytes = groups * kGroupRows * RowOperand::kRowBytes + WeightOperand::kStageBytes;
+    if constexpr (Weights::kScaledInBlocks && kWideScales<kBlocks>) {
+        constexpr int kRowScaleBytes = sizeof(ring.scales.a[0]);
+        // The scales of 8 blocks of K come with the first of them.
+        const bool with_scales = k % kScaleBlocks == 0;
+        const int column_scale_bytes = with_scales ? min(kScaleBlocks, kBlocks - k) * 4 : 0;
+        const int row_scale_bytes = with_scales && Rows::kScalesByTma ? kRowScaleBytes : 0;
+        mbarrier_arrive_expect(full, bytes + row_scale_bytes + kHalves * column_scale_bytes);
+        if (with_scales) {
+            const uint32 buffer = ScalePlace<kBlocks, Ring::kStages>(at, k).buffer;
+            for (int half = 0; half < kHalves; ++half)
+                bulk_load(ring.scales.b[buffer][half], weights.column_scales(tile, half) + k, column_scale_bytes, full);
+        }
+    } else mbarrier_arrive_expect(full, bytes);
     for (int half = 0; half < kHalves; ++half) {
         void* to = ring.b[use.stage] + half * kBlock * WeightOperand::kRowBytes;
         const int32 column = tile.column + half * kBlock;
@@ -40,7 +43,7 @@ __device__ __forceinline__ void load_rows(Ring& ring, const RingUse<Ring::kStage
     uint64* full = &ring.full[use.stage];
     if constexpr (Rows::kScalesByTma)
         if (k % kScaleBlocks == 0)
-            tensor_load(ring.a_scales[ScalePlace<Rows::kBlocks, Ring::kStages>(at, k).buffer], &rows.scale_map, k,
+            tensor_load(ring.scales.a[ScalePlace<Rows::kBlocks, Ring::kStages>(at, k).buffer], &rows.scale_map, k,
                         tile.row, full);
     for (int group = 0; group < groups; ++group) {
         const int row = group * kGroupRows + block * RowOperand::kBoxRows;

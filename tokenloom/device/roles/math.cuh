@@ -23,11 +23,11 @@ struct Scales {
 
     template <class Ring, class Place>
     __device__ __forceinline__ void load(const Ring& ring, const Place& place, int row) {
-        const float low_row = ring.a_scales[place.buffer][row][place.slot];
-        const float high_row = ring.a_scales[place.buffer][row + 8][place.slot];
+        const float low_row = ring.scales.a[place.buffer][row][place.slot];
+        const float high_row = ring.scales.a[place.buffer][row + 8][place.slot];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float columns = ring.b_scales[place.buffer][i][place.slot];
+            const float columns = ring.scales.b[place.buffer][i][place.slot];
             low[i] = low_row * columns;
             high[i] = high_row * columns;
         }
@@ -72,18 +72,13 @@ struct MathPart {
     int first_half;  // of the columns
 };
 
-// All blocks of K of a tile, kChunks times 128 of its columns.
+// All blocks of K of a tile, kChunks times 128 of its columns, whose scales change with blocks of K.
 template <class Weights, class Epilogue, class Ring, class At, int kChunks>
-__device__ __forceinline__ void multiply_tile(Ring& ring, const MathThread& self, const MathPart& part, const At& at,
-                                              float (&sums)[kChunks][64]) {
+__device__ __forceinline__ void multiply_block_scaled(Ring& ring, const MathThread& self, const MathPart& part,
+                                                      const At& at, int blocks,
+                                                      float (&sums)[kChunks][64]) {
     constexpr uint32 kStageA = RowOperand::kStageBytes >> 4;  // as descriptors count
     constexpr uint32 kStageB = WeightOperand::kStageBytes >> 4;
-    int blocks = Weights::kBlocks;
-    asm volatile("" : "+r"(blocks));  // a loop of one round that is optimised away leaves wgmma unordered (C7519)
-#pragma unroll
-    for (auto& chunk : sums)
-#pragma unroll
-        for (float& sum : chunk) sum = 0.0f;
 #pragma unroll(Epilogue::kUnrolled)
     for (int k = 0; k < blocks; ++k) {
         const RingUse<Ring::kStages> use(at.blocks + k);
@@ -101,6 +96,48 @@ __device__ __forceinline__ void multiply_tile(Ring& ring, const MathThread& self
             add_scaled<typename Weights::Columns>(sums[chunk], product, scales, part.first_half + chunk);
         }
     }
+}
+
+// The same where scales are of whole rows and channels: products stay in the tensor core's own sums. A stage is free
+// when the products of the next one have begun and its own are done.
+template <class Weights, class Epilogue, class Ring, class At, int kChunks>
+__device__ __forceinline__ void multiply_row_scaled(Ring& ring, const MathThread& self, const MathPart& part,
+                                                    const At& at, int blocks, float (&sums)[kChunks][64]) {
+    constexpr uint32 kStageA = RowOperand::kStageBytes >> 4;  // as descriptors count
+    constexpr uint32 kStageB = WeightOperand::kStageBytes >> 4;
+#pragma unroll(Epilogue::kUnrolled)
+    for (int k = 0; k < blocks; ++k) {
+        const RingUse<Ring::kStages> use(at.blocks + k);
+        mbarrier_wait(&ring.full[use.stage], use.parity);
+        const uint32 a = part.a + use.stage * kStageA, b = part.b + use.stage * kStageB;
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            if constexpr (kChunks == kHalves) wgmma_e4m3(sums, a + 2 * step, b + 2 * step);
+            else wgmma_e4m3(sums[0], a + 2 * step, b + 2 * step, 1);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (k > 0 && self.lane < 2)
+            mbarrier_arrive_there(self.empty + RingUse<Ring::kStages>(at.blocks + k - 1).stage * 8);
+    }
+    wgmma_wait<0>();
+    if (self.lane < 2)
+        mbarrier_arrive_there(self.empty + RingUse<Ring::kStages>(at.blocks + blocks - 1).stage * 8);
+}
+
+template <class Weights, class Epilogue, class Ring, class At, int kChunks>
+__device__ __forceinline__ void multiply_tile(Ring& ring, const MathThread& self, const MathPart& part, const At& at,
+                                              float (&sums)[kChunks][64]) {
+    int blocks = Weights::kBlocks;
+    asm volatile("" : "+r"(blocks));  // a loop of one round that is optimised away leaves wgmma unordered (C7519)
+#pragma unroll
+    for (auto& chunk : sums)
+#pragma unroll
+        for (float& sum : chunk) sum = 0.0f;
+    if constexpr (Weights::kScaledInBlocks)
+        multiply_block_scaled<Weights, Epilogue>(ring, self, part, at, blocks, sums);
+    else multiply_row_scaled<Weights, Epilogue>(ring, self, part, at, blocks, sums);
 }
 
 // A tile that has no rows for this warpgroup: it frees the stages at once.

@@ -24,15 +24,22 @@ using WeightOperand = Fp8Operand<kTileColumns, kBlock>;
 template <int kBlocks>
 constexpr bool kWideScales = kBlocks % 4 == 0;
 
+// Scales that change with blocks of K travel beside the operands.
+struct BlockScaleRing {
+    alignas(128) float a[2][kTileRows][kScaleBlocks];
+    alignas(16) float b[2][kHalves][kScaleBlocks];
+};
+
+struct NoScaleRing {};
+
 // A kernel places it at a multiple of 1024 bytes, for the swizzle. Arrivals are sums over the roles that the kernel
 // runs: on `full` the loading warps' of this block, on `empty` the math warps' of all blocks of the cluster.
-template <int kRingStages>
+template <int kRingStages, class ScaleRing>
 struct OperandRing {
     static constexpr int kStages = kRingStages;
     unsigned char a[kStages][RowOperand::kStageBytes];
     unsigned char b[kStages][WeightOperand::kStageBytes];
-    alignas(128) float a_scales[2][kTileRows][kScaleBlocks];
-    alignas(16) float b_scales[2][kHalves][kScaleBlocks];
+    ScaleRing scales;
     alignas(8) uint64 full[kStages];  // operands and scales are here
     uint64 empty[kStages];
 

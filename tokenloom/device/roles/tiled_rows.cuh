@@ -46,7 +46,7 @@ struct WindowRows {
 };
 
 template <int kK, class Maps = MatrixRows>
-struct TiledRows {
+struct BlockScaledRows {
     static constexpr int kBlocks = kK / kBlock;
     static constexpr bool kScalesByTma = kWideScales<kBlocks>, kSecondWarp = !kScalesByTma;
     const Maps maps;             // of [rows, K] E4M3
@@ -77,10 +77,20 @@ struct TiledRows {
                 mbarrier_wait(&ring.empty[use.stage], use.parity ^ 1);
 #pragma unroll
                 for (int i = 0; i < kLaneRows; ++i)
-                    copy_4_async(&ring.a_scales[place.buffer][i * 32 + lane][place.slot], rows + from[i] + k);
-                if (lane < kHalves) copy_4_async(&ring.b_scales[place.buffer][lane][place.slot], columns + k);
+                    copy_4_async(&ring.scales.a[place.buffer][i * 32 + lane][place.slot], rows + from[i] + k);
+                if (lane < kHalves) copy_4_async(&ring.scales.b[place.buffer][lane][place.slot], columns + k);
                 mbarrier_arrive_after_copies(&ring.full[use.stage]);
             }
         }
     }
+};
+
+// The scales of whole rows multiply sums, so the epilogue has them.
+template <int kK, class Maps = MatrixRows>
+struct ScaledRows {
+    static constexpr int kBlocks = kK / kBlock;
+    static constexpr bool kScalesByTma = false, kSecondWarp = false;
+    const Maps maps;  // of [rows, K] E4M3
+
+    __device__ __forceinline__ void prefetch() const { maps.prefetch(); }
 };

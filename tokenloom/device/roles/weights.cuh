@@ -26,11 +26,12 @@ struct GatesAndUpsInTurns {
 
 // kReadOnce: all of them are so few that a call is faster if they leave the second-level cache to what else it reads.
 template <int kN, int kK, class ColumnOrder, bool kReadOnce = false>
-struct Fp8Weights {
+struct BlockScaledWeights {
     static_assert(kK % kBlock == 0 && kN % kBlock == 0, "whole scale blocks");
     static constexpr int kBlocks = kK / kBlock, kColumnBlocks = kN / kBlock;
     using Columns = ColumnOrder;
-    static constexpr bool kOnce = kReadOnce;
+    using ScaleRing = BlockScaleRing;
+    static constexpr bool kOnce = kReadOnce, kScaledInBlocks = true;
     const TensorMap& map;        // [E, N, K] E4M3
     const float* const& scales;  // [E, N / 128, K / 128]
 
@@ -38,4 +39,15 @@ struct Fp8Weights {
         const int block = Columns::scale_block(tile, half, kColumnBlocks);
         return scales + static_cast<int64>(tile.expert * kColumnBlocks + block) * kBlocks;
     }
+};
+
+// The scales of channels multiply sums, so the epilogue has them.
+template <int kN, int kK, class ColumnOrder, bool kReadOnce = false>
+struct ChannelScaledWeights {
+    static_assert(kK % kBlock == 0 && kN % kBlock == 0, "whole blocks");
+    static constexpr int kBlocks = kK / kBlock;
+    using Columns = ColumnOrder;
+    using ScaleRing = NoScaleRing;
+    static constexpr bool kOnce = kReadOnce, kScaledInBlocks = false;
+    const TensorMap& map;  // [E, N, K] E4M3
 };

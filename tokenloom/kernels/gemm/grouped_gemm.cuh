@@ -13,6 +13,7 @@
 #include "device/roles/expert_tiles.cuh"
 #include "device/roles/load.cuh"
 #include "device/roles/math.cuh"
+#include "device/roles/row_scaled_epilogue.cuh"
 #include "device/roles/store.cuh"
 #include "device/roles/swiglu_fp8_epilogue.cuh"
 
@@ -55,7 +56,7 @@ constexpr bool kInTurn = Shape::awaits != 0 || Shape::scatters != 0;
 // The choices of a variant. Each is made once, here: what becomes of sums, where rows come from, where they go, and
 // which rows are which expert's.
 template <class Shape>
-__device__ __forceinline__ auto epilogue_of(const GroupedGemmArgs& args) {
+__device__ __forceinline__ auto unscaled_epilogue_of(const GroupedGemmArgs& args) {
     constexpr bool kClamped = Shape::clamped != 0, kPowerOfTwo = Shape::power_of_two != 0;
     constexpr bool kFastMath = Shape::fast_math != 0, kBiased = Shape::biased != 0;
     if constexpr (Shape::swiglu != 0 && Shape::plain != 0)
@@ -70,10 +71,32 @@ __device__ __forceinline__ auto epilogue_of(const GroupedGemmArgs& args) {
 }
 
 template <class Shape>
+__device__ __forceinline__ auto epilogue_of(const GroupedGemmArgs& args) {
+    const auto unscaled = unscaled_epilogue_of<Shape>(args);
+    if constexpr (Shape::row_scales != 0)
+        return RowScaledEpilogue<Shape::n, decltype(unscaled_epilogue_of<Shape>(args))>{unscaled, args.a_scales,
+                                                                                        args.b_scales};
+    else return unscaled;
+}
+
+template <class Shape>
+__device__ __forceinline__ auto maps_of(const GroupedGemmArgs& args) {
+    if constexpr (kInTurn<Shape>) return WindowRows{args.a_windows};
+    else return MatrixRows{args.a};
+}
+
+template <class Shape>
 __device__ __forceinline__ auto rows_of(const GroupedGemmArgs& args) {
-    if constexpr (kInTurn<Shape>)
-        return TiledRows<Shape::k, WindowRows>{{args.a_windows}, args.a_scale_map, args.a_scales};
-    else return TiledRows<Shape::k>{{args.a}, args.a_scale_map, args.a_scales};
+    using Maps = decltype(maps_of<Shape>(args));
+    if constexpr (Shape::row_scales != 0) return ScaledRows<Shape::k, Maps>{maps_of<Shape>(args)};
+    else return BlockScaledRows<Shape::k, Maps>{maps_of<Shape>(args), args.a_scale_map, args.a_scales};
+}
+
+template <class Shape, class Columns>
+__device__ __forceinline__ auto weights_of(const GroupedGemmArgs& args) {
+    constexpr bool kOnce = Shape::weights_once != 0;
+    if constexpr (Shape::row_scales != 0) return ChannelScaledWeights<Shape::n, Shape::k, Columns, kOnce>{args.b};
+    else return BlockScaledWeights<Shape::n, Shape::k, Columns, kOnce>{args.b, args.b_scales};
 }
 
 template <class Shape, int64 kRowBytes, class Shared>
@@ -105,9 +128,9 @@ __device__ __forceinline__ auto bounds_of() {
     else return BoundsByOffset<Shape::num_experts>{};
 }
 
-template <class Epilogue, class Bounds, int kStages, int kRanks>
+template <class Epilogue, class Bounds, class ScaleRing, int kStages, int kRanks>
 struct GemmShared {
-    alignas(1024) OperandRing<kStages> ring;
+    alignas(1024) OperandRing<kStages, ScaleRing> ring;
     Staging<Epilogue::kTileRowBytes> staging;
     typename Epilogue::Shared epilogue;
     Bounds bounds;
@@ -128,12 +151,12 @@ template <class Shape>
 __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     using Epilogue = decltype(epilogue_of<Shape>(args));
     using Rows = decltype(rows_of<Shape>(args));
-    using Weights = Fp8Weights<Shape::n, Shape::k, typename Epilogue::Columns, Shape::weights_once != 0>;
+    using Weights = decltype(weights_of<Shape, typename Epilogue::Columns>(args));
     using Bounds = decltype(bounds_of<Shape>());
-    using Shared = GemmShared<Epilogue, Bounds, Shape::stages, Shape::num_ranks>;
+    using Shared = GemmShared<Epilogue, Bounds, typename Weights::ScaleRing, Shape::stages, Shape::num_ranks>;
     const Epilogue epilogue = epilogue_of<Shape>(args);
     const Rows rows = rows_of<Shape>(args);
-    const Weights weights{args.b, args.b_scales};
+    const Weights weights = weights_of<Shape, typename Epilogue::Columns>(args);
     const Trace<Shape::traced != 0> trace{args.trace};
     if (threadIdx.x == 0) trace.mark(kStarts, 0, kBegins);
     extern __shared__ __align__(1024) unsigned char memory[];

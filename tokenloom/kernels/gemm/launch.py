@@ -139,6 +139,7 @@ class GroupedGemmVariant:
         slots: each expert has places of its own for rows, and a count. Otherwise offsets say which rows are whose.
         claims: clusters claim tiles one by one, instead of taking every so many; see ``GroupedGemmArgs.claimed``.
         traced: roles write when they work on which tile, see :func:`trace_times`.
+        row_scales: rows and channels of weights have one scale each. Otherwise blocks of 128 of K have.
     """
 
     num_experts: int
@@ -151,9 +152,10 @@ class GroupedGemmVariant:
     slots: bool = False
     claims: bool = False
     traced: bool = False
+    row_scales: bool = False
 
     def __str__(self) -> str:
-        choices = ("slots", "claims", "traced")
+        choices = ("slots", "claims", "traced", "row_scales")
         parts = [f"e{self.num_experts} n{self.n} k{self.k}", str(self.epilogue)]
         parts += [f"awaits rows of {self.awaits} ranks"] if self.awaits else []
         parts += [f"scatters to {self.scatters} ranks"] if self.scatters else []
@@ -184,6 +186,7 @@ class GroupedGemmVariant:
             **self.epilogue.shape(),
             "stages": stages,
             "claims": int(self.claims),
+            "row_scales": int(self.row_scales),
             "weights_once": int(in_turn and self.num_experts * self.n * self.k <= MOST_BYTES_ONCE),
         }
         return KernelSpec(
@@ -200,7 +203,8 @@ class GroupedGemmVariant:
         """Size of GemmShared in grouped_gemm.cuh, member by member."""
         barriers = 2 * 8
         ring = stages * ((TILE_ROWS + TILE_COLUMNS) * BLOCK + barriers)
-        ring += 2 * 4 * SCALE_BLOCKS * (TILE_ROWS + TILE_COLUMNS // BLOCK)
+        if not self.row_scales:
+            ring += 2 * 4 * SCALE_BLOCKS * (TILE_ROWS + TILE_COLUMNS // BLOCK)
         staging = TILE_ROWS * (self.epilogue.tile_row_bytes + 16) + 2 * barriers
         epilogue = align_up(self.epilogue.shared_bytes, 4)
         experts = 4 * (self.num_experts + 1)
