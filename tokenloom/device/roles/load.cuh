@@ -26,6 +26,12 @@ __device__ __forceinline__ void load_weights(Ring& ring, const RingUse<Ring::kSt
             for (int half = 0; half < kHalves; ++half)
                 bulk_load(ring.scales.b[buffer][half], weights.column_scales(tile, half) + k, column_scale_bytes, full);
         }
+    } else if constexpr (!Weights::kScaledInBlocks) {
+        const int scale_bytes = k == 0 ? Weights::column_scale_bytes(tile) : 0;
+        mbarrier_arrive_expect(full, bytes + scale_bytes);
+        if (scale_bytes > 0)
+            bulk_load(ring.scales.columns[at.tiles() % ring.scales.kBuffers], weights.column_scales(tile), scale_bytes,
+                      full);
     } else mbarrier_arrive_expect(full, bytes);
     for (int half = 0; half < kHalves; ++half) {
         void* to = ring.b[use.stage] + half * kBlock * WeightOperand::kRowBytes;

@@ -102,7 +102,8 @@ __device__ __forceinline__ void multiply_block_scaled(Ring& ring, const MathThre
 // when the products of the next one have begun and its own are done.
 template <class Weights, class Epilogue, class Ring, class At, int kChunks>
 __device__ __forceinline__ void multiply_row_scaled(Ring& ring, const MathThread& self, const MathPart& part,
-                                                    const At& at, int blocks, float (&sums)[kChunks][64]) {
+                                                    const At& at, int blocks, const float* row_scales, bool low_exists,
+                                                    bool high_exists, float (&sums)[kChunks][64]) {
     constexpr uint32 kStageA = RowOperand::kStageBytes >> 4;  // as descriptors count
     constexpr uint32 kStageB = WeightOperand::kStageBytes >> 4;
 #pragma unroll(Epilogue::kUnrolled)
@@ -121,13 +122,27 @@ __device__ __forceinline__ void multiply_row_scaled(Ring& ring, const MathThread
         if (k > 0 && self.lane < 2)
             mbarrier_arrive_there(self.empty + RingUse<Ring::kStages>(at.blocks + k - 1).stage * 8);
     }
+    const float low = low_exists ? row_scales[0] : 0.0f, high = high_exists ? row_scales[8] : 0.0f;
+    const float* columns = ring.scales.columns[at.tiles() % ring.scales.kBuffers] + part.first_half * kBlock +
+                           self.lane % 4 * 2;
     wgmma_wait<0>();
     if (self.lane < 2)
         mbarrier_arrive_there(self.empty + RingUse<Ring::kStages>(at.blocks + blocks - 1).stage * 8);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk)
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {  // 8 columns, of which this thread has two
+            const float2 scales = *reinterpret_cast<const float2*>(columns + chunk * kBlock + i * 8);
+            sums[chunk][4 * i] *= low * scales.x;
+            sums[chunk][4 * i + 1] *= low * scales.y;
+            sums[chunk][4 * i + 2] *= high * scales.x;
+            sums[chunk][4 * i + 3] *= high * scales.y;
+        }
 }
 
 template <class Weights, class Epilogue, class Ring, class At, int kChunks>
-__device__ __forceinline__ void multiply_tile(Ring& ring, const MathThread& self, const MathPart& part, const At& at,
+__device__ __forceinline__ void multiply_tile(Ring& ring, const Weights& weights, const Tile& tile,
+                                              const MathThread& self, const MathPart& part, const At& at,
                                               float (&sums)[kChunks][64]) {
     int blocks = Weights::kBlocks;
     asm volatile("" : "+r"(blocks));  // a loop of one round that is optimised away leaves wgmma unordered (C7519)
@@ -137,7 +152,9 @@ __device__ __forceinline__ void multiply_tile(Ring& ring, const MathThread& self
         for (float& sum : chunk) sum = 0.0f;
     if constexpr (Weights::kScaledInBlocks)
         multiply_block_scaled<Weights, Epilogue>(ring, self, part, at, blocks, sums);
-    else multiply_row_scaled<Weights, Epilogue>(ring, self, part, at, blocks, sums);
+    else
+        multiply_row_scaled<Weights, Epilogue>(ring, self, part, at, blocks, weights.row_scales + tile.row + part.row,
+                                               part.row < tile.rows, part.row + 8 < tile.rows, sums);
 }
 
 // A tile that has no rows for this warpgroup: it frees the stages at once.
@@ -166,7 +183,7 @@ __device__ __forceinline__ void stage_sums(const Epilogue& epilogue, Staging& st
 
 // One tile of one warpgroup: multiplied, and staged by the epilogue.
 template <class Weights, class Ring, class Epilogue, class Staging, class Tiles, class At, class Trace>
-__device__ __forceinline__ void compute_tile(Ring& ring, const Epilogue& epilogue, Staging& staging,
+__device__ __forceinline__ void compute_tile(Ring& ring, const Weights& weights, const Epilogue& epilogue, Staging& staging,
                                              typename Epilogue::Shared& shared, Tiles& tiles, const At& at,
                                              const Trace& trace, int32 block, const MathThread& self) {
     const Tile tile = tiles.tile(block);
@@ -179,22 +196,22 @@ __device__ __forceinline__ void compute_tile(Ring& ring, const Epilogue& epilogu
         float sums[kHalves][64];
         const uint32 own_a = wgmma_tile(self.a + self.group * kGroupRows * RowOperand::kRowBytes);
         const MathPart part{own_a, wgmma_tile(self.b), self.group * kGroupRows + self.row, 0};
-        multiply_tile<Weights, Epilogue>(ring, self, part, at, sums);
+        multiply_tile<Weights, Epilogue>(ring, weights, tile, self, part, at, sums);
         stage_sums(epilogue, staging, shared, sums, tiles, at, trace, block, self.group, self.thread);
     } else {
         float sums[1][64];
         const uint32 own_b = wgmma_tile(self.b + self.group * kBlock * WeightOperand::kRowBytes);
         const MathPart part{wgmma_tile(self.a), own_b, self.row, self.group};
-        multiply_tile<Weights, Epilogue>(ring, self, part, at, sums);
+        multiply_tile<Weights, Epilogue>(ring, weights, tile, self, part, at, sums);
         stage_sums(epilogue, staging, shared, sums, tiles, at, trace, block, self.group, self.thread);
     }
 }
 
 template <class Weights, class Ring, class Epilogue, class Staging, class Tiles, class Trace>
-__device__ __forceinline__ void multiply_tiles(Ring& ring, const Epilogue& epilogue, Staging& staging,
+__device__ __forceinline__ void multiply_tiles(Ring& ring, const Weights& weights, const Epilogue& epilogue, Staging& staging,
                                                typename Epilogue::Shared& shared, Tiles tiles, const Trace& trace,
                                                int32 block, int group, int thread) {
     const MathThread self = math_thread(ring, block, group, thread);
     for (Position<Weights::kBlocks> at{0}; tiles.next(at.tiles()); at.advance())
-        compute_tile<Weights>(ring, epilogue, staging, shared, tiles, at, trace, block, self);
+        compute_tile<Weights>(ring, weights, epilogue, staging, shared, tiles, at, trace, block, self);
 }

@@ -30,7 +30,13 @@ struct BlockScaleRing {
     alignas(16) float b[2][kHalves][kScaleBlocks];
 };
 
-struct NoScaleRing {};
+// Scales of a tile's columns, which come with its first block of K. What they overwrite has been read: a tile may begin
+// to load when all tiles but those of the newest kStages blocks have been staged.
+template <int kBlocks, int kStages>
+struct ColumnScaleRing {
+    static constexpr int kBuffers = (kStages + kBlocks - 1) / kBlocks + 1;
+    alignas(16) float columns[kBuffers][kTileColumns];
+};
 
 // A kernel places it at a multiple of 1024 bytes, for the swizzle. Arrivals are sums over the roles that the kernel
 // runs: on `full` the loading warps' of this block, on `empty` the math warps' of all blocks of the cluster.

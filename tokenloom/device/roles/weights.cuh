@@ -30,6 +30,7 @@ struct BlockScaledWeights {
     static_assert(kK % kBlock == 0 && kN % kBlock == 0, "whole scale blocks");
     static constexpr int kBlocks = kK / kBlock, kColumnBlocks = kN / kBlock;
     using Columns = ColumnOrder;
+    template <int kStages>
     using ScaleRing = BlockScaleRing;
     static constexpr bool kOnce = kReadOnce, kScaledInBlocks = true;
     const TensorMap& map;        // [E, N, K] E4M3
@@ -47,7 +48,18 @@ struct ChannelScaledWeights {
     static_assert(kK % kBlock == 0 && kN % kBlock == 0, "whole blocks");
     static constexpr int kBlocks = kK / kBlock;
     using Columns = ColumnOrder;
-    using ScaleRing = NoScaleRing;
+    template <int kStages>
+    using ScaleRing = ColumnScaleRing<kBlocks, kStages>;
     static constexpr bool kOnce = kReadOnce, kScaledInBlocks = false;
-    const TensorMap& map;  // [E, N, K] E4M3
+    const TensorMap& map;            // [E, N, K] E4M3
+    const float* const& scales;      // [E, N]
+    const float* const& row_scales;  // [rows]
+
+    __device__ __forceinline__ const float* column_scales(const Tile& tile) const {
+        return scales + static_cast<int64>(tile.expert) * kN + tile.column;
+    }
+    // Bytes of the scales of a tile's columns. A pair of strips may reach past N.
+    static __device__ __forceinline__ int column_scale_bytes(const Tile& tile) {
+        return max(min(kTileColumns, kN - tile.column), 0) * 4;
+    }
 };

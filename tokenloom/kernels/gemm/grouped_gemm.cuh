@@ -13,7 +13,6 @@
 #include "device/roles/expert_tiles.cuh"
 #include "device/roles/load.cuh"
 #include "device/roles/math.cuh"
-#include "device/roles/row_scaled_epilogue.cuh"
 #include "device/roles/store.cuh"
 #include "device/roles/swiglu_fp8_epilogue.cuh"
 
@@ -56,7 +55,7 @@ constexpr bool kInTurn = Shape::awaits != 0 || Shape::scatters != 0;
 // The choices of a variant. Each is made once, here: what becomes of sums, where rows come from, where they go, and
 // which rows are which expert's.
 template <class Shape>
-__device__ __forceinline__ auto unscaled_epilogue_of(const GroupedGemmArgs& args) {
+__device__ __forceinline__ auto epilogue_of(const GroupedGemmArgs& args) {
     constexpr bool kClamped = Shape::clamped != 0, kPowerOfTwo = Shape::power_of_two != 0;
     constexpr bool kFastMath = Shape::fast_math != 0, kBiased = Shape::biased != 0;
     if constexpr (Shape::swiglu != 0 && Shape::plain != 0)
@@ -68,15 +67,6 @@ __device__ __forceinline__ auto unscaled_epilogue_of(const GroupedGemmArgs& args
             args.out_scales, args.row_weights, args.clamp, {args.alpha, args.up_offset, args.bias}};
     } else if constexpr (kBiased) return BiasedBf16Epilogue<Shape::n>{args.bias, args.row_weights};
     else return Bf16Epilogue<Shape::n>{};
-}
-
-template <class Shape>
-__device__ __forceinline__ auto epilogue_of(const GroupedGemmArgs& args) {
-    const auto unscaled = unscaled_epilogue_of<Shape>(args);
-    if constexpr (Shape::row_scales != 0)
-        return RowScaledEpilogue<Shape::n, decltype(unscaled_epilogue_of<Shape>(args))>{unscaled, args.a_scales,
-                                                                                        args.b_scales};
-    else return unscaled;
 }
 
 template <class Shape>
@@ -95,7 +85,8 @@ __device__ __forceinline__ auto rows_of(const GroupedGemmArgs& args) {
 template <class Shape, class Columns>
 __device__ __forceinline__ auto weights_of(const GroupedGemmArgs& args) {
     constexpr bool kOnce = Shape::weights_once != 0;
-    if constexpr (Shape::row_scales != 0) return ChannelScaledWeights<Shape::n, Shape::k, Columns, kOnce>{args.b};
+    if constexpr (Shape::row_scales != 0) return 
+        ChannelScaledWeights<Shape::n, Shape::k, Columns, kOnce>{args.b, args.b_scales, args.a_scales};
     else return BlockScaledWeights<Shape::n, Shape::k, Columns, kOnce>{args.b, args.b_scales};
 }
 
@@ -153,7 +144,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     using Rows = decltype(rows_of<Shape>(args));
     using Weights = decltype(weights_of<Shape, typename Epilogue::Columns>(args));
     using Bounds = decltype(bounds_of<Shape>());
-    using Shared = GemmShared<Epilogue, Bounds, typename Weights::ScaleRing, Shape::stages, Shape::num_ranks>;
+    using Shared = GemmShared<Epilogue, Bounds, typename Weights::template ScaleRing<Shape::stages>, Shape::stages, Shape::num_ranks>;
     const Epilogue epilogue = epilogue_of<Shape>(args);
     const Rows rows = rows_of<Shape>(args);
     const Weights weights = weights_of<Shape, typename Epilogue::Columns>(args);
@@ -212,7 +203,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
         __syncwarp();
     } else {
         take_registers<kMathRegisters>();
-        multiply_tiles<Weights>(shared.ring, epilogue, shared.staging, shared.epilogue, tiles_of<Shape>(shared), trace,
+        multiply_tiles<Weights>(shared.ring, weights, epilogue, shared.staging, shared.epilogue, tiles_of<Shape>(shared), trace,
                                 block, group, threadIdx.x % kGroupThreads);
     }
     if constexpr (kInTurn<Shape>) wait_for_earlier_kernels();  // whoever waits for this one waits for those before it

@@ -203,7 +203,9 @@ class GroupedGemmVariant:
         """Size of GemmShared in grouped_gemm.cuh, member by member."""
         barriers = 2 * 8
         ring = stages * ((TILE_ROWS + TILE_COLUMNS) * BLOCK + barriers)
-        if not self.row_scales:
+        if self.row_scales:
+            ring += 4 * TILE_COLUMNS * (-(-stages // (self.k // BLOCK)) + 1)
+        else:
             ring += 2 * 4 * SCALE_BLOCKS * (TILE_ROWS + TILE_COLUMNS // BLOCK)
         staging = TILE_ROWS * (self.epilogue.tile_row_bytes + 16) + 2 * barriers
         epilogue = align_up(self.epilogue.shared_bytes, 4)
