@@ -381,7 +381,7 @@ class Sent(Protocol[T_co]):
 
 
 class PreparedDispatch(Protocol):
-    """Makes dispatches of one kind."""
+    """Makes dispatches of one kind. On "nvlink" it is a StagedDispatch, DirectDispatch or ExactHalves."""
 
     @property
     def is_stale(self) -> bool:
@@ -409,7 +409,7 @@ class PreparedDispatch(Protocol):
 
 
 class PreparedCombine(Protocol):
-    """Makes combines of one kind."""
+    """Makes combines of one kind. On "nvlink" it is a SumsAtHome, ReduceScatter or RoundedTwice."""
 
     @property
     def is_stale(self) -> bool:
@@ -475,6 +475,9 @@ class Members(Protocol):
 class Backend(Protocol):
     """One way to move tokens. Every method that sends is collective: all ranks call it, in the same order.
 
+    "nvlink" is peers/backend.py, "gin" and "padded" are nodes/backend.py, "collective" is collective.py, and "network"
+    is nodes/hierarchical/backend.py.
+
     A backend tells the other ranks of a fault of its own before its call opens; ``Upcoming`` and :meth:`report_fault`
     are for what fails outside of it. Errors that all ranks raise alike have ``known_to_all`` set.
 
@@ -501,11 +504,11 @@ class Backend(Protocol):
         """
 
     def ready(self, waits: bool = False) -> int | None:
-        """Raise what earlier calls left, as far as it is known; where the host will wait for the next call, all of it.
+        """Raise known errors of earlier calls. With ``waits``, wait for all earlier calls first.
 
         Returns:
-            The handle of the stream that the next call goes to, if nothing but its launch is left to do. None: the
-            call has to look around itself.
+            The handle of the stream that the next call goes to. None: the call takes the slow path, which asks for
+            the stream, for a capture and for open halves.
         """
 
     def resend(

@@ -2,7 +2,7 @@
 
 A call is looked up by its kind: its options, the dtypes of its tensors, which tensors there are, and whether gradients
 are wanted. A glance that was built for the kind says whether the tensors are right. Then the call is sent by what was
-prepared for the kind, and received. The first call of a kind, and one that the glance does not like, is checked whole
+prepared for the kind, and received. The first call of a kind, and any call that fails the glance, is checked whole
 before it is sent. Faults, streams, profiles and halves are around that road (engine.py).
 """
 
@@ -24,6 +24,7 @@ from tokenloom.backends.seam import (
     DispatchOut,
     PreparedCombine,
     PreparedDispatch,
+    Sent,
     Tokens,
     Upcoming,
     default_mode,
@@ -156,7 +157,7 @@ class Kinds:
     def dispatch(
         self, arguments: DispatchValues, mode: tuple[Any, ...], x: Any, topk_ids: Any, weights: Any
     ) -> tuple[KnownDispatch, Tokens]:
-        """Look a dispatch of a layer up, or check it; see :meth:`check_dispatch`."""
+        """Find a prepared dispatch for a layer, or check and prepare one. Sends nothing."""
         are_plain = x.__class__ in PLAIN and topk_ids.__class__ in PLAIN and weights.__class__ in PLAIN
         known = self.find_dispatch(arguments, mode, x, None, topk_ids, weights) if are_plain else None
         if known is not None:
@@ -174,7 +175,7 @@ class UserCall(ABC):
     Attributes:
         name: for errors: "dispatch", "combine", ...
         range_name: of the profiler.
-        waits: the host waits for the call, once it was found.
+        waits: whether the host waits for counts; :meth:`find` sets it.
         split: it is made in halves.
     """
 
@@ -182,7 +183,7 @@ class UserCall(ABC):
     range_name: ClassVar[str]
     waits = False
     split = False
-    _sent: Any
+    _sent: Sent[Any]
 
     def __init__(self, owner: object, kinds: Kinds) -> None:
         self.owner, self.kinds, self.engine = owner, kinds, kinds.engine
@@ -204,7 +205,7 @@ class UserCall(ABC):
                 self.send(stream)
                 return self.receive()
             except BaseException:
-                # Once the call was open, nothing is left to open whose failure others would wait for.
+                # An open call needs no announcement: the other ranks see its fault.
                 upcoming = [] if engine.open_calls.count > opened else [self.upcoming()]
                 with engine.sequence(*upcoming):
                     raise

@@ -335,10 +335,10 @@ class Communicator:
                 require grad.
         """
         arguments = (weighted, self.kinds.default_mode if mode is None else mode, wire_dtype, out_dtype)
-        own: Any = bias
+        biases: Any = bias
         if topk_weights is not None or bias is not None:
-            routed, topk_weights, own = self._own_terms(routed, weighted, topk_weights, bias)
-        return CombineCall(self, self.kinds, arguments, y, routed, out, topk_weights, own).run()
+            routed, topk_weights, biases = self._prepare_terms(routed, weighted, topk_weights, bias)
+        return CombineCall(self, self.kinds, arguments, y, routed, out, topk_weights, biases).run()
 
     @breaks_graph
     def send_combine(
@@ -367,15 +367,15 @@ class Communicator:
             TokenloomError: what ``send_dispatch`` raises.
         """
         arguments = (weighted, self.kinds.default_mode if mode is None else mode, wire_dtype, out_dtype)
-        own: Any = bias
+        biases: Any = bias
         if topk_weights is not None or bias is not None:
-            routed, topk_weights, own = self._own_terms(routed, weighted, topk_weights, bias)
-        return CombineCall(self, self.kinds, arguments, y, routed, out, topk_weights, own).start()
+            routed, topk_weights, biases = self._prepare_terms(routed, weighted, topk_weights, bias)
+        return CombineCall(self, self.kinds, arguments, y, routed, out, topk_weights, biases).start()
 
-    def _own_terms(
+    def _prepare_terms(
         self, routed: Routed, weighted: bool | None, topk_weights: torch.Tensor | None, bias: object
     ) -> tuple[Routed, torch.Tensor | None, Any]:
-        """Weights and a bias of this rank's tokens, as a combine takes them: (routed, weights, tensors to add).
+        """Send weights ahead where needed, and make a tuple of bias: (routed, weights, bias).
 
         Where the backend's combine takes no weights, they travel before it, and come back with ``routed``.
         """
@@ -387,7 +387,7 @@ class Communicator:
         return routed, topk_weights, bias
 
     def _reweights(self, routed: object, weighted: bool | None) -> bool:
-        """Whether weights of a combine travel by a call of their own. Elsewhere they are an error, or go with it."""
+        """Whether weights need a call of their own before the combine."""
         if self.engine.capabilities.weights_from_home or weighted is False:
             return False
         return isinstance(routed, Routed) and routed.layout in ROUTE_LAYOUTS

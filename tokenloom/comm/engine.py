@@ -23,6 +23,8 @@ from tokenloom.backends.seam import (
     DispatchKind,
     Handle,
     OutputOwner,
+    PreparedCombine,
+    PreparedDispatch,
     ResendTo,
     Rows,
     Sent,
@@ -51,7 +53,7 @@ T = TypeVar("T")
 
 DISPATCH_RANGE = "tokenloom::dispatch"
 COMBINE_RANGE = "tokenloom::combine"
-"""Names of the profiler ranges: what really runs, so the gradient of a dispatch is called combine."""
+"""Profiler ranges, named after the kernel: the gradient of a dispatch is a combine."""
 
 
 NO_RANGE: AbstractContextManager[Any] = nullcontext()
@@ -119,7 +121,7 @@ class Sequence:
 
 
 class Engine:
-    """One communicator's calls in halves.
+    """Opens the calls of one communicator, tells other ranks of faults, and counts open calls.
 
     Attributes:
         plan: sizes.
@@ -142,11 +144,11 @@ class Engine:
     def capabilities(self) -> Capabilities:
         return self._backend.capabilities
 
-    def prepare_dispatch(self, kind: DispatchKind) -> Any:
+    def prepare_dispatch(self, kind: DispatchKind) -> PreparedDispatch:
         """Prepare dispatches; see :meth:`tokenloom.backends.seam.Backend.prepare_dispatch`."""
         return self._backend.prepare_dispatch(kind)
 
-    def prepare_combine(self, kind: CombineKind, number: int) -> Any:
+    def prepare_combine(self, kind: CombineKind, number: int) -> PreparedCombine:
         """Prepare combines; see :meth:`tokenloom.backends.seam.Backend.prepare_combine`."""
         return self._backend.prepare_combine(kind, number)
 
@@ -221,7 +223,7 @@ class Engine:
         self.open_calls.require_room()
 
     def opened(self, sent: Sent[T]) -> Sent[T]:
-        """Count a call that is open."""
+        """Count an opened call, and let its sequence track it until it is received."""
         self.open_calls.count += 1
         if self._sequence is None:
             return sent

@@ -294,7 +294,7 @@ class RoutedExperts(nn.Module):
         engine.begin()
         self.accumulate_main_grads()
         dtype = self._compute_dtype(getattr(x, "dtype", None))
-        with engine.sequence(*self.first_calls(dtype)):  # a failure here comes before any call
+        with engine.sequence(*self.first_calls(dtype)):  # sends nothing: bad input is told to the other ranks
             tokens = self.tokens(x)
             checks.number_of_tokens(self.comm.plan, len(tokens))  # pieces of too many tokens may be few enough
             ids = self.ids(x, topk_ids)
@@ -331,7 +331,7 @@ class RoutedExperts(nn.Module):
         return dtype or self.w1.dtype
 
     def first_calls(self, dtype: torch.dtype | None) -> list[Upcoming]:
-        """List the calls that the other ranks make where this one fails before its first: those of one piece.
+        """List the calls to declare while inputs are checked: a dispatch and a combine of one piece.
 
         Args:
             dtype: dtype of the tokens, or None if it is not known.

@@ -333,7 +333,7 @@ class ExpertParallelMoE(nn.Module):
         counts: bool | None = None,
         compiled: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run forward.
+        """Route tokens, run the experts, and add losses and counts.
 
         Args:
             x: as in ``forward``.
@@ -341,7 +341,7 @@ class ExpertParallelMoE(nn.Module):
             topk_weights: as in ``forward``.
             token_mask: as in ``forward``.
             counts: whether the routes count. None counts them if this trains.
-            compiled: whether copies stand in for the parameters.
+            compiled: whether an operator of torch.compile runs this forward, with copies of the parameters.
         """
         if counts is None:
             counts = self.training and torch.is_grad_enabled()
@@ -349,7 +349,7 @@ class ExpertParallelMoE(nn.Module):
         engine.begin()
         router_weight = self._parameters.get("router_weight")  # getattr would compute a parametrized weight
         dtype = None if router_weight is None else router_weight.dtype
-        with engine.sequence(*experts.first_calls(dtype)):  # a failure here comes before any call
+        with engine.sequence(*experts.first_calls(dtype)):  # sends nothing: bad input is told to the other ranks
             try:
                 if compiled:
                     torch_compile.require_parameters((self, experts))

@@ -164,7 +164,7 @@ class _Forward:
         """Return the output, [T, H]."""
         calls = forward_calls(self.options, len(self.slices), self.x.dtype, any(self.needs))
         with self.engine.sequence(*calls):
-            if meanwhile is not None:  # first: the few blocks of a dispatch get SMs before the waiting blocks of GEMMs
+            if meanwhile is not None:  # first: then its few blocks get SMs before those of GEMMs, which wait
                 with torch.set_grad_enabled(grad_enabled):
                     meanwhile()
             return self._run()
@@ -248,9 +248,9 @@ class _Backward:
         self.wants_x, self.wants_weights, self.wants_w1, self.wants_w2, *self.wants_biases = wanted
         self.transfers = TransferStream(ctx.engine, ctx.options.overlap)
         self.sends_x = ctx.options.redispatch_in_backward  # the same on all ranks, even if w1 wants no gradient here
-        # Where nothing overlaps, more journeys ahead would only hold memory longer.
+        # Without overlap, sending further ahead only holds memory longer.
         self.ahead = ctx.engine.capabilities.receive_buffers if self.transfers.overlaps else 1
-        self.journeys: deque[tuple[Piece, torch.Tensor, str]] = deque()
+        self.sends: deque[tuple[Piece, torch.Tensor, str]] = deque()
         self.under_way: deque[tuple[torch.Tensor, StreamTransfer]] = deque()
         self.grad_x: torch.Tensor | None = None
         self.grad_weights: list[torch.Tensor] = []
@@ -269,9 +269,9 @@ class _Backward:
         require_unchanged(self.ctx.versions)
         self.pieces, x, self.experts = saved(self.ctx)
         grad, strategy = settled(self.grad_out).contiguous(), self.options.strategy
-        self.journeys.extend((piece, grad, SWAPPED[strategy.combine]) for piece in self.pieces)
+        self.sends.extend((piece, grad, SWAPPED[strategy.combine]) for piece in self.pieces)
         if x is not None:
-            self.journeys.extend((piece, x, strategy.dispatch) for piece in self.pieces)
+            self.sends.extend((piece, x, strategy.dispatch) for piece in self.pieces)
         if self.wants_x:
             self.grad_x = torch.empty_like(grad)
 
@@ -318,9 +318,9 @@ class _Backward:
             self.grad_w2_bias = self.experts.grad_w2_bias(piece.gemms, grad_out, piece.row_weights, self.grad_w2_bias)
 
     def _dispatch_next(self, after: torch.cuda.Event | None) -> None:
-        if not self.journeys:
+        if not self.sends:
             return
-        piece, values, strategy = self.journeys.popleft()
+        piece, values, strategy = self.sends.popleft()
         with self.transfers.transfer((values, piece.handle), after) as transfer:
             rows = self.engine.resend(piece.handle, values[piece.tokens], "places", strategy).receive()
             transfer.results.append(rows)

@@ -55,7 +55,7 @@ T = TypeVar("T")
 ALONE = 2
 """Times as many SMs for a combine beside which nothing is computed, of at most half: NCCL, too, waits for SMs."""
 NUMBER_BITS = 40
-"""More calls than there are before ranks come back."""
+"""Bits of a call number that count calls since ranks last came back."""
 CAPABILITIES = Capabilities(
     layouts=("token", "expert", "rank", "slots"),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
@@ -218,7 +218,7 @@ class NvlinkBackend:
 
     @property
     def members(self) -> NvlinkBackend:
-        """Itself, since its memory is made anew with them."""
+        """The backend itself: taking ranks back makes its memory anew."""
         return self
 
     @property

@@ -201,8 +201,7 @@ def set_arguments(
 
 
 class SumsAtHome:
-    """Combines of one kind whose rows come home and are added there: one kernel, or two if calls are split. All that
-    repeats is written down once.
+    """Prepared combines whose kernel sends rows home and adds them there; two kernels for halves.
 
     Args:
         number: of the dispatch that the first of them belongs to.

@@ -309,7 +309,7 @@ class DirectDispatch(PeerDispatch):
         x, topk_ids = self.set_arguments(tokens, self.results, base, host_sequence)
         if self.options.strategy == "all_gather":
             self.kernel.args.gathered = shared.copies.gather(x, self.call_kind.fields_of(launcher.num_calls))
-            stream = None  # the copies had to look around
+            stream = None  # copies take the slow path
         call = launcher.num_calls  # behind what makes memory, which is a call by itself
         half = None
         if stream is None:
@@ -412,7 +412,7 @@ class DirectDispatch(PeerDispatch):
 
 
 def copier(buffers: Buffers, handle: PeerHandle, owner: OutputOwner) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that gives a caller rows of the receive buffer: views, copies, or the very rows, theirs from then."""
+    """Choose how a caller gets rows of the receive buffer: as views, as copies, or on loan."""
     buffer = handle.buffer
     assert isinstance(buffer, ReceiveBuffer), "only rows of direct dispatches lie in receive buffers"
     if not owner and not buffers.any_lent:
@@ -443,7 +443,7 @@ class Prepares(Protocol):
     def launcher(self) -> Launcher: ...
 
     def prepared(self, kind: DispatchKind, *, user_options: DispatchOptions) -> PreparedDispatch:
-        """Dispatches of one kind, as parts of calls with the options that are ``user_options``."""
+        """Dispatches of one kind, as parts of calls with the options that the user asked for."""
 
 
 class ExactHalves:

@@ -83,7 +83,7 @@ class FusedLayerCalls:
         self.tell_senders(peers=self.peers, **{name: shared.layout.offset(name) for name in parts})
 
     def sender(self, packing: Packing | None) -> OpeningKernel:
-        """The kernel that sends rows (routes_to_send.cuh has its arguments): it packs tokens so, or they are packed.
+        """The kernel that sends rows (routes_to_send.cuh has its arguments). With ``packing`` it packs tokens itself.
 
         Raises:
             InvalidArgument: it was not used before, and a CUDA graph is captured.
@@ -133,7 +133,7 @@ class FusedLayerCalls:
     def send(self, sender: OpeningKernel, stream: int | None, blocks: int) -> int:
         """Put a kernel that sends rows on the stream. If another packs tokens, it begins while that one runs.
 
-        :meth:`follow` was called, or ``stream`` is given.
+        :meth:`follow` comes first if ``stream`` is None.
 
         Args:
             sender: of :meth:`sender`.

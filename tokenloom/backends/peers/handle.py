@@ -30,7 +30,7 @@ COUNTS = ("num_rows", "source_counts", "expert_counts", "expert_offsets")
 
 
 class Results:
-    """The results of dispatches of one kind in one int32 tensor: counts, the counts of each source, slots, and more.
+    """Layout of the results of one kind of dispatch in one int32 tensor: counts, slots, and more.
 
     Args:
         plan: sizes. launcher: of the communicator.

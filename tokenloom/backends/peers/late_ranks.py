@@ -38,15 +38,15 @@ class Remakes(Protocol):
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher that opens calls now."""
+        """Launcher on the current memory."""
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """The dispatches on the memory of now."""
+        """Dispatcher on the current memory."""
 
     @property
     def combiner(self) -> Combiner:
-        """The combines on the memory of now."""
+        """Combiner on the current memory."""
 
     def remake(self) -> None:
         """Make new memory with the ranks that are left. Collective."""

@@ -113,7 +113,7 @@ class SentDispatch:
 
 
 class PeerDispatch:
-    """The part of prepared dispatches that direct and staged ones have in common.
+    """Base of :class:`StagedDispatch` and of ``DirectDispatch`` (dispatch.py).
 
     Args:
         shared: of the communicator.
@@ -146,7 +146,7 @@ class PeerDispatch:
     def send(self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None) -> SentDispatch:
         """Put the kernel on the current stream; see :class:`tokenloom.backends.seam.PreparedDispatch`."""
         if self.receiving_kernel is not None:
-            stream = None  # two kernels have to look around
+            stream = None  # two kernels take the slow path
         if stream is None:
             self.require_now()
             if self.waits and not self.kind.early:  # a call that waits first raises the errors of earlier ones
@@ -256,7 +256,7 @@ class PeerDispatch:
         return x, topk_ids
 
     def half(self, memory: tuple[torch.Tensor, int, int], written: object = None) -> Half | None:
-        """State for the second half of a call, whose words have this memory, and which writes to that one."""
+        """State for the receiving kernel, which keeps ``memory`` and ``written`` alive; None without halves."""
         if self.receiving_kernel is None:
             return None
         return Half((memory[0], written), memory[2] + self.results.at["epoch"], self.receiving_kernel)
