@@ -57,7 +57,7 @@ MUTATIONS = (
       f"{PACKAGE}.low_latency:LowLatencyMode.low_latency_dispatch", "not taken", "True",
       f"{LOW_LATENCY}test_a_hook_comes_before_its_handle"),
     M("statistics-are-overwritten", "statistics of a dispatch are those of its last call, not sums",
-      f"{PACKAGE}.low_latency:LowLatencyMode._dispatch_whole", "stats.add_(dispatched.routed.expert_counts)",
+      f"{PACKAGE}.low_latency:LowLatencyMode.low_latency_dispatch", "stats.add_(dispatched.routed.expert_counts)",
       "stats.copy_(dispatched.routed.expert_counts)", f"{LOW_LATENCY}test_dispatch_and_combine"),
     M("zero-copy-reads-x", "a combine with zero_copy reads x, not the buffer's room",
       f"{PACKAGE}.low_latency:LowLatencyMode.low_latency_combine", "vars(handle).get('room', x)", "x",

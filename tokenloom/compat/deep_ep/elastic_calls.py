@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,8 +119,7 @@ class ElasticCalls(BufferBase):
             cached = handle
 
             def resend() -> tuple[Any, ...]:
-                with self._calls.report_faults_of(device, cached.dispatched.comm):
-                    sent = checks.by_row(payload)
+                sent = self._by_row(payload, device, cached.dispatched.comm)
                 rows, ids, weights = self._dispatch_again(cached, sent, x, topk_weights, copy)
                 _add(stats, cached.dispatched.routed)
                 return _laid_out(rows, use_tma_aligned_col_major_sf), ids, weights
@@ -150,8 +150,7 @@ class ElasticCalls(BufferBase):
         shape = Shape(num_experts, tokens.shape[1], top_k, wide_rows(tokens.dtype), most_sms())
 
         def first() -> tuple[Any, ...]:
-            with self._calls.report_faults_of(device, shape=shape):
-                sent = checks.by_row(payload)
+            sent = self._by_row(payload, device, None, shape)
 
             def send(comm: Communicator) -> tuple[Communicator, Routed]:
                 return comm, comm.dispatch(sent, topk_idx, own_weights, **options)
@@ -206,29 +205,33 @@ class ElasticCalls(BufferBase):
         Returns:
             combined_x [N, H] of x's dtype, combined_topk_weights float32 [N, K] or None, event.
         """
-        device = checks.device_of(x)
-        with self._calls.report_faults_of(
-            device, None, "combine", shape=lambda: checks.likely_shape(x, num_sms=most_sms())
+        rows, biases, missing = x, None, 0
+        if not (
+            topk_weights is bias is None
+            and self._communicators is not None
+            and handle.__class__ is EPHandle
+            and checks.fits_rows(x, handle.dispatched.routed)
         ):
-            _require_handle(handle)
-        comm, routed = handle.dispatched.comm, handle.dispatched.routed
-        with self._calls.report_faults_of(device, comm, "combine"):
-            rows = checks.rows_of(x, routed)
-            biases = checks.biases_of(bias, rows, len(handle.dispatched.ids))
-            if topk_weights is not None:
-                wanted = [len(x)] if handle.do_expand else [len(x), comm.plan.top_k]
-                topk_weights = checks.like("topk_weights", topk_weights, wanted, torch.float32, device)
+            device = checks.device_of(x)
 
-        def call() -> tuple[torch.Tensor, torch.Tensor | None]:
+            def likely() -> Shape:
+                return checks.likely_shape(x, num_sms=most_sms())
+
+            with self._calls.report_faults_of(device, None, "combine", shape=likely):
+                _require_handle(handle)
+            comm, routed = handle.dispatched.comm, handle.dispatched.routed
             with self._calls.report_faults_of(device, comm, "combine"):
-                whole = checks.padded(rows, routed.shape[0])
-                weights = None if topk_weights is None else checks.padded(topk_weights, len(whole))
-            out = comm.combine(whole, routed, bias=biases, weighted=False if handle.do_expand else None)
-            return out, None if weights is None else comm.combine_weights(weights, routed)
-
-        inputs = (x, topk_weights, bias, routed)
+                rows = checks.rows_of(x, routed)
+                biases = checks.biases_of(bias, rows, len(handle.dispatched.ids))
+                missing = routed.shape[0] - len(rows)
+                if topk_weights is not None:
+                    wanted = [len(x)] if handle.do_expand else [len(x), comm.plan.top_k]
+                    topk_weights = checks.like("topk_weights", topk_weights, wanted, torch.float32, device)
+        dispatched, weighted = handle.dispatched, False if handle.do_expand else None
+        home = partial(dispatched.combine, self._calls, rows, topk_weights, biases, missing, weighted)
+        inputs = (x, topk_weights, bias, dispatched.routed)
         events = (previous_event, previous_event_before_epilogue)
-        (out, weights), event = self._run(call, inputs, device, events, async_with_compute_stream)
+        (out, weights), event = self._run(home, inputs, dispatched.comm.device, events, async_with_compute_stream)
         return out, weights, event
 
     def _run(

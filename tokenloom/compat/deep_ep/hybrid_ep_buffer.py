@@ -148,7 +148,8 @@ class HybridEPBuffer(BufferBase):
         with self._calls.report_faults_of(device, comm, shape=likely):
             refuse(**others)
             hidden = hidden.contiguous() if checks.is_dense(hidden) else hidden
-            payload = checks.by_row(checks.payload_of(hidden if scaling_factor is None else (hidden, scaling_factor)))
+            payload = checks.payload_of(hidden if scaling_factor is None else (hidden, scaling_factor))
+            payload = self._by_row(payload, device, comm)
             fp8 = self.use_fp8 if use_fp8 is None else use_fp8
             require(fp8 == isinstance(payload, tuple), f"use_fp8 is {fp8}, hidden is {hidden.dtype}")
             alignment = 1 if pad_multiple is None else checks.number("pad_multiple", pad_multiple, 1)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -13,12 +12,6 @@ from tokenloom.compat.deep_ep.faults import require
 from tokenloom.runtime.streams import on_stream, tensors_in
 
 T = TypeVar("T")
-NOTHING_AROUND: AbstractContextManager[Any] = nullcontext()
-
-
-def without_graph() -> AbstractContextManager[Any]:
-    """Return ``torch.no_grad()``, or a null context if gradients are off already, which costs the host less."""
-    return torch.no_grad() if torch.is_grad_enabled() else NOTHING_AROUND
 
 
 class CommStream:
@@ -46,8 +39,8 @@ class CommStream:
     def check(previous_event: object, async_finish: bool, allocate_on_comm_stream: bool) -> None:
         """Raise BadCall for options that do not go together, and for a value that is no event."""
         recorded_in(previous_event)
-        both = is_event(previous_event) and async_finish
-        require(both or not allocate_on_comm_stream, "allocate_on_comm_stream needs previous_event and async_finish")
+        both = not allocate_on_comm_stream or (is_event(previous_event) and async_finish)
+        require(both, "allocate_on_comm_stream needs previous_event and async_finish")
 
     def run(
         self,
@@ -79,7 +72,10 @@ class CommStream:
             elif before is not None:
                 before.synchronize()
             self.order_behind(device)
-            with without_graph():
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    result = call()
+            else:  # a block around the call would cost the host more
                 result = call()
             return result, EventOverlap(EventHandle() if async_finish else None)
         stream, current = self.of(device), torch.cuda.current_stream(device)
@@ -99,7 +95,7 @@ class CommStream:
 
     def order_behind(self, device: torch.device) -> None:
         """Make the current stream wait for calls on this one, before a call that runs there."""
-        if device.type == "cuda" and self._stream is not None and not torch.cuda.is_current_stream_capturing():
+        if self._stream is not None and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(device).wait_stream(self._stream)
 
 
