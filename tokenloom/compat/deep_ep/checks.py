@@ -127,8 +127,9 @@ def scales_as_given(received: torch.Tensor, x: object) -> torch.Tensor:
 
 def rows_as_given(rows: torch.Tensor, x: object) -> torch.Tensor:
     """View received rows in the dtype of the caller's rows: any 1-byte dtype may stand for FP8."""
-    wanted = x[0].dtype if isinstance(x, (tuple, list)) else rows.dtype
-    return rows if rows.dtype == wanted else rows.view(wanted)
+    if not isinstance(x, (tuple, list)):
+        return rows
+    return rows if rows.dtype == x[0].dtype else rows.view(x[0].dtype)
 
 
 def ids_of(

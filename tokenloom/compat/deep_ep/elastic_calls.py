@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,7 +123,9 @@ class ElasticCalls(BufferBase):
                 _add(stats, cached.dispatched.routed)
                 return _laid_out(rows, use_tma_aligned_col_major_sf), ids, weights
 
-            (rows, ids, weights), event = self._run(resend, inputs, device, events, async_with_compute_stream)
+            (rows, ids, weights), event = self._run(
+                resend, inputs, cached.dispatched.comm, events, async_with_compute_stream
+            )
             return rows, ids, weights, handle, event
         with self._calls.report_faults_of(device, shape=likely):
             top_k = checks.ids_of(topk_idx, len(tokens), device)
@@ -167,7 +168,7 @@ class ElasticCalls(BufferBase):
                 Dispatched(comm, routed, ids),
             )
 
-        results, event = self._run(first, inputs, device, events, async_with_compute_stream)
+        results, event = self._run(first, inputs, topk_idx, events, async_with_compute_stream)
         rows, recv_ids, recv_weights, counts, dispatched = results
         used_sms = num_sms or self.get_theoretical_num_sms(num_experts, top_k)
         made = EPHandle(dispatched, dispatched.ids, do_expand, alignment, most or len(tokens), used_sms, counts)
@@ -228,20 +229,28 @@ class ElasticCalls(BufferBase):
                     wanted = [len(x)] if handle.do_expand else [len(x), comm.plan.top_k]
                     topk_weights = checks.like("topk_weights", topk_weights, wanted, torch.float32, device)
         dispatched, weighted = handle.dispatched, False if handle.do_expand else None
-        home = partial(dispatched.combine, self._calls, rows, topk_weights, biases, missing, weighted)
+        rest = (self, rows, topk_weights, biases, missing, weighted)
         inputs = (x, topk_weights, bias, dispatched.routed)
         events = (previous_event, previous_event_before_epilogue)
-        (out, weights), event = self._run(home, inputs, dispatched.comm.device, events, async_with_compute_stream)
+        (out, weights), event = self._run(
+            dispatched.combine, inputs, dispatched.comm, events, async_with_compute_stream, *rest
+        )
         return out, weights, event
 
     def _run(
-        self, call: Any, inputs: tuple[Any, ...], device: torch.device, events: tuple[Any, Any], async_finish: bool
+        self,
+        call: Any,
+        inputs: tuple[Any, ...],
+        owner: Any,
+        events: tuple[Any, Any],
+        async_finish: bool,
+        *arguments: Any,
     ) -> tuple[Any, EventOverlap]:
         before, also = events
         recorded = recorded_in(also)
         if recorded is not None:
-            self._stream.of(device).wait_event(recorded)
-        return self._stream.run(call, inputs, device, before, async_finish, False)
+            self._stream.of(owner.device).wait_event(recorded)
+        return self._stream.run(call, inputs, owner, before, async_finish, False, *arguments)
 
     def _most(self, of_call: int | None, num_tokens: int) -> int:
         """Return M, or 0 if neither the call nor the buffer has one."""

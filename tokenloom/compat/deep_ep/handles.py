@@ -17,7 +17,7 @@ from tokenloom.compat.deep_ep.faults import NotServed
 
 if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
-    from tokenloom.comm.communicators_by_shape import Communicators
+    from tokenloom.compat.deep_ep.buffer_base import BufferBase
 
 
 LOW_LATENCY_PARTS = 5
@@ -42,7 +42,7 @@ class Dispatched:
 
     def combine(
         self,
-        calls: Communicators,
+        buffer: BufferBase,
         rows: torch.Tensor,
         weights: torch.Tensor | None,
         biases: tuple[torch.Tensor, ...] | None,
@@ -57,7 +57,7 @@ class Dispatched:
         """
         comm, routed = self.comm, self.routed
         if missing:
-            with calls.report_faults_of(comm.device, comm, "combine"):
+            with buffer._calls.report_faults_of(comm.device, comm, "combine"):
                 rows = checks.padded(rows, missing)
                 weights = None if weights is None else checks.padded(weights, missing)
         out = comm.combine(rows, routed, bias=biases, weighted=weighted)

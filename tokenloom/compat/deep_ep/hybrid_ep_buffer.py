@@ -175,7 +175,7 @@ class HybridEPBuffer(BufferBase):
         if handle is not None:
             resend = lambda: _resend(handle, payload, weights)  # noqa: E731
             read = (payload, weights, dispatched.routed)
-            return self._stream.run(resend, read, device, None, False, False)[0]
+            return self._stream.run(resend, read, dispatched.comm, None, False, False)[0]
         options: dict[str, Any] = {"layout": "expert", "alignment": alignment, "copy": "if_needed"}
         if capacity is not None:
             options |= {"sizes": "bounded", "capacity": capacity}
@@ -193,7 +193,7 @@ class HybridEPBuffer(BufferBase):
             return _permuted(_handle(Dispatched(comm, routed, ids), alignment), routed, routes.weighted)
 
         inputs = (payload, topk_idx, topk_weights, routing_map, probs)
-        return self._stream.run(first, inputs, device, None, False, False)[0]
+        return self._stream.run(first, inputs, hidden, None, False, False)[0]
 
     @naming("HybridEPBuffer.combine_with_unpermute")
     def combine_with_unpermute(
@@ -243,7 +243,7 @@ class HybridEPBuffer(BufferBase):
                 return out, None
             return out, dense(comm.combine_weights(probs, routed), dispatched.ids, comm.plan.num_experts)
 
-        return self._stream.run(call, (rows, probs, routed), device, None, False, False)[0]
+        return self._stream.run(call, (rows, probs, routed), comm, None, False, False)[0]
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotServed. Use :meth:`dispatch_with_permute`."""

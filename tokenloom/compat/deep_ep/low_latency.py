@@ -129,10 +129,11 @@ class LowLatencyMode(BufferBase):
             if len(self._forms) >= MAX_FORMS:
                 self._forms.clear()
             self._forms[hidden, top_k, x.dtype, topk_idx.dtype, options] = form
-        shape, most, device = form.shape, form.most, x.device
+        shape, most = form.shape, form.most
         if not return_recv_hook:
 
             def whole() -> tuple[Any, ...]:
+                device = topk_idx.device
                 rows, out = form.make_room(device)
 
                 def dispatch(comm: Communicator) -> Dispatched:
@@ -144,9 +145,10 @@ class LowLatencyMode(BufferBase):
                 return rows, out.expert_counts, dispatched
 
             inputs = (x, topk_idx, stats)
-            (rows, counts, dispatched), event = self._stream.run(whole, inputs, device, None, async_finish, False)
+            (rows, counts, dispatched), event = self._stream.run(whole, inputs, x, None, async_finish, False)
             made = low_latency_handle(dispatched, most, shape.hidden, shape.num_experts)
             return rows, counts, made, event, None
+        device = x.device
         rows, out = form.make_room(device)
 
         def send(comm: Communicator) -> tuple[Communicator, Any]:
@@ -255,16 +257,12 @@ class LowLatencyMode(BufferBase):
                 if out is not None:
                     checks.like("out", out, [len(ids), rows.shape[2]], rows.dtype, device)
         comm, routed = handle.dispatched.comm, handle.dispatched.routed
-        device = comm.device
         routed.replace_ids(topk_idx)
         if not return_recv_hook:
-            inputs = (rows, weights, routed, out)
-
-            def whole() -> torch.Tensor:
-                return comm.combine(rows, routed, topk_weights=weights, out=out)
-
-            home, event = self._stream.run(whole, inputs, device, None, async_finish, False)
+            inputs, rest = (rows, weights, routed, out), (comm, rows, weights, routed, out)
+            home, event = self._stream.run(_home, inputs, comm, None, async_finish, False, *rest)
             return home, event, None
+        device = comm.device
         shape = len(topk_idx), routed.shape[2]
         home = torch.empty(shape, dtype=rows.dtype, device=device) if out is None else out
         self._stream.order_behind(device)
@@ -365,6 +363,13 @@ class LowLatencyMode(BufferBase):
 
 def _first_call(comm: Communicator) -> str:
     return comm.first_call_of_combine()
+
+
+def _home(
+    comm: Communicator, rows: torch.Tensor, weights: torch.Tensor, routed: Routed, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Combine rows with weights from home."""
+    return comm.combine(rows, routed, topk_weights=weights, out=out)
 
 
 class _Hooked:

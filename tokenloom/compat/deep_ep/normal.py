@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
@@ -108,7 +108,7 @@ class NormalMode(BufferBase):
 
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         self._stream.check(*streams)
-        (per_rank, per_node, per_expert, in_rank), event = self._stream.run(count, (topk_idx,), device, *streams)
+        (per_rank, per_node, per_expert, in_rank), event = self._stream.run(count, (topk_idx,), topk_idx, *streams)
         return per_rank, per_node if self._num_nodes > 1 else None, per_expert, in_rank, event
 
     @naming("Buffer.dispatch")
@@ -176,7 +176,7 @@ class NormalMode(BufferBase):
                 sent = self._by_row(payload, device, comm)
                 return checks.received_again(comm.dispatch_again(sent, routed, checks.copies(async_finish)), x)
 
-            rows, event = self._stream.run(resend, (x, routed), device, *streams)
+            rows, event = self._stream.run(resend, (x, routed), comm, *streams)
             return rows, None, None, None, None, event
         sizes, weights = None, topk_weights
         if is_plain and num_tokens_per_rdma_rank is None and not num_worst_tokens:
@@ -243,7 +243,9 @@ class NormalMode(BufferBase):
             return *_received(dispatched, x, counts, expert_alignment), dispatched
 
         inputs = (x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
-        (rows, recv_ids, recv_weights, counts, dispatched), event = self._stream.run(call, inputs, device, *streams)
+        (rows, recv_ids, recv_weights, counts, dispatched), event = self._stream.run(
+            call, inputs, is_token_in_rank, *streams
+        )
         made = normal_handle(dispatched, is_token_in_rank, max(1, self.num_sms // 2), self._num_nodes)
         return rows, recv_ids, recv_weights, counts, made, event
 
@@ -379,9 +381,8 @@ class NormalMode(BufferBase):
                     wanted = [len(x), comm.plan.top_k]
                     topk_weights = checks.like("topk_weights", topk_weights, wanted, torch.float32, device)
         dispatched = handle.dispatched
-        home = partial(dispatched.combine, self._calls, rows, topk_weights, biases, missing)
-        inputs = (x, dispatched.routed, topk_weights, bias)
-        (out, weights), event = self._stream.run(home, inputs, dispatched.comm.device, *streams)
+        inputs, rest = (x, dispatched.routed, topk_weights, bias), (self, rows, topk_weights, biases, missing)
+        (out, weights), event = self._stream.run(dispatched.combine, inputs, dispatched.comm, *streams, *rest)
         return out, weights, event
 
     def _fits_combine(self, x: Any, handle: Any, topk_weights: Any) -> bool:

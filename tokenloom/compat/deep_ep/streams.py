@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -44,12 +44,13 @@ class CommStream:
 
     def run(
         self,
-        call: Callable[[], T],
+        call: Callable[..., T],
         inputs: tuple[object, ...],
-        device: torch.device,
+        owner: Any,
         previous_event: object,
         async_finish: bool,
         allocate_on_comm_stream: bool,
+        *arguments: Any,
     ) -> tuple[T, EventOverlap]:
         """Run a call after an event, or after the current stream's work.
 
@@ -57,34 +58,36 @@ class CommStream:
 
         Args:
             inputs: everything that the call reads.
-            device: device of its tensors.
+            owner: tensor or communicator, whose ``device`` is that of its tensors.
             previous_event: EventOverlap or EventHandle to start after; None is the current stream's work so far.
             async_finish: leave it to the caller to wait for the event that is returned.
             allocate_on_comm_stream: checked by :meth:`check`. Results are always allocated where the call runs.
+            *arguments: of the call.
 
         Returns:
             The result of the call, and its event: ``EventOverlap(None)`` if the current stream waits already.
         """
-        before = recorded_in(previous_event)
-        if not async_finish or device.type != "cuda":
-            if before is not None and device.type == "cuda":
-                torch.cuda.current_stream(device).wait_event(before)
+        before = None if previous_event is None else recorded_in(previous_event)
+        if not async_finish or owner.device.type != "cuda":
+            if before is not None and owner.device.type == "cuda":
+                torch.cuda.current_stream(owner.device).wait_event(before)
             elif before is not None:
                 before.synchronize()
-            self.order_behind(device)
+            if self._stream is not None:
+                self.order_behind(owner.device)
             if torch.is_grad_enabled():
                 with torch.no_grad():
-                    result = call()
+                    result = call(*arguments)
             else:  # a block around the call would cost the host more
-                result = call()
+                result = call(*arguments)
             return result, EventOverlap(EventHandle() if async_finish else None)
-        stream, current = self.of(device), torch.cuda.current_stream(device)
+        stream, current = self.of(owner.device), torch.cuda.current_stream(owner.device)
         if before is None:
             stream.wait_stream(current)
         else:
             stream.wait_event(before)
         with on_stream(stream), torch.no_grad():
-            result = call()
+            result = call(*arguments)
         results = _cuda_tensors(result)
         for tensor in results:
             tensor.record_stream(current)
