@@ -126,9 +126,10 @@ class LowLatencyMode(BufferBase):
                     local = [num_experts // self.group_size]
                     checks.like("cumulative_local_expert_recv_stats", stats, local, torch.int32, device)
             form = _Form(hidden, top_k, x.dtype, self.group_size, *options)
-            if len(self._forms) >= MAX_FORMS:
-                self._forms.clear()
-            self._forms[hidden, top_k, x.dtype, topk_idx.dtype, options] = form
+            if _are_plain(options):
+                if len(self._forms) >= MAX_FORMS:
+                    self._forms.clear()
+                self._forms[hidden, top_k, x.dtype, topk_idx.dtype, options] = form
         shape, most = form.shape, form.most
         if not return_recv_hook:
 
@@ -190,11 +191,7 @@ class LowLatencyMode(BufferBase):
             return None
         if form is None or not num_ids == num_tokens <= form.most or topk_idx.device != x.device:
             return None
-        # Other classes equal these, but mean something else: True is no number of tokens.
-        most, num_experts, use_fp8, round_scale, use_ue8m0 = options
-        are_numbers = most.__class__ is num_experts.__class__ is int
-        are_flags = use_fp8.__class__ is round_scale.__class__ is use_ue8m0.__class__ is bool
-        return form if are_numbers and are_flags else None
+        return form if _are_plain(options) else None
 
     @naming("Buffer.low_latency_combine")
     def low_latency_combine(
@@ -359,6 +356,13 @@ class LowLatencyMode(BufferBase):
 
     def _require_shrink(self) -> None:
         require(self.enable_shrink, "masks need a buffer that was made with enable_shrink=True")
+
+
+def _are_plain(options: tuple[Any, ...]) -> bool:
+    """Tell whether options have their classes. Others may equal them: 1 is True, and True is no number of tokens."""
+    most, num_experts, use_fp8, round_scale, use_ue8m0 = options
+    are_numbers = most.__class__ is num_experts.__class__ is int
+    return are_numbers and use_fp8.__class__ is round_scale.__class__ is use_ue8m0.__class__ is bool
 
 
 def _first_call(comm: Communicator) -> str:
