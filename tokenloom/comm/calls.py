@@ -559,14 +559,12 @@ class ResendCall(UserCall):
         x, routed, engine = self._x, self._routed, self.engine
         if routed.__class__ is not Routed or routed._owner is not self.owner:
             return False
-        if not all(each.__class__ is torch.Tensor for each in (x if x.__class__ is tuple else (x,))):
-            return False
         self._values = x
         try:
             is_right = checks.fits_rows_again(
                 engine.plan, engine.capabilities, engine.ranks.device, x, routed._handle.num_tokens, routed.layout
             )
-        except RuntimeError:  # a nested or sparse tensor
+        except (AttributeError, RuntimeError):  # no tensor, or a nested or sparse one
             return False
         return is_right and (self._copy is True or self._copy == "if_needed")
 

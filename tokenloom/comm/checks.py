@@ -593,18 +593,14 @@ def fits_rows_again(
     plan: Plan, able: Capabilities, device: torch.device, x: Any, num_tokens: int, layout: str
 ) -> bool:
     """Whether :func:`rows_again` would accept x, at a glance."""
-    scales = None
-    if x.__class__ is tuple:
-        if len(x) != 2:
-            return False
-        x, scales = x
-    if scales is None:
-        return x.dtype in able.dtypes and fits_like(x, (num_tokens, plan.hidden), x.dtype, device)
+    if x.__class__ is not tuple:
+        return fits_like(x, (num_tokens, plan.hidden), x.dtype, device) and x.dtype in able.dtypes
     return (
-        layout != "slots"
+        len(x) == 2
+        and layout != "slots"
         and plan.hidden % FP8_BLOCK == 0
-        and fits_like(x, (num_tokens, plan.hidden), FP8_DTYPE, device)
-        and fits_like(scales, (num_tokens, plan.scales_per_token), SCALE_DTYPE, device)
+        and fits_like(x[0], (num_tokens, plan.hidden), FP8_DTYPE, device)
+        and fits_like(x[1], (num_tokens, plan.scales_per_token), SCALE_DTYPE, device)
     )
 
 
@@ -616,9 +612,7 @@ def fits_like(tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: t
         and tensor.shape == shape
         and tensor.device == device
         and tensor.is_contiguous()
-        and (
-            has_memory(tensor) if shape[0] == 0 else tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() != 0
-        )
+        and (has_memory(tensor) if shape[0] == 0 else tensor.data_ptr() > FAR or _has_storage(tensor))
         and not tensor.requires_grad
         and forward_ad._current_level < 0
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -109,9 +108,8 @@ class Communicators:
 
     def _use(self, shape: Shape, comm: Communicator) -> None:
         """Note what the call is made with, before it can fail: all ranks tell later faults by the same one."""
-        self._last = comm
-        for hidden in (shape.hidden, None):
-            self._last_of[shape.num_sms, hidden] = comm
+        if comm is not self._last:
+            self._last = self._last_of[shape.num_sms, shape.hidden] = self._last_of[shape.num_sms, None] = comm
 
     def _announce(self, comm: Communicator | None, tokens: int) -> None:
         """Tell ranks that open a call, for which they have room, that this one has none."""
@@ -212,14 +210,15 @@ class Communicators:
                 communicator of that shape, or else with the last one that has its ``num_sms`` and ``hidden``. Told by
                 another, ranks would count different calls of both.
         """
-        return FaultReport(self, device, comm, Upcoming(name, awaited=awaited and name == "dispatch"), opens, shape)
+        return FaultReport(self, device, comm, name, awaited, opens, shape)
 
     def report(
         self,
         fault: Exception,
         device: torch.device,
         comm: Communicator | None,
-        upcoming: Upcoming,
+        name: str,
+        awaited: bool,
         opens: Callable[[Communicator], str] | None,
         shape: Shape | Callable[[], Shape],
     ) -> None:
@@ -234,9 +233,8 @@ class Communicators:
             if comm is None:
                 agree(self.meeting(device), raising(fault), MAKING)
                 return
-            if opens is not None:
-                upcoming = replace(upcoming, name=opens(comm))
-            with comm.engine.sequence(upcoming):
+            opened = name if opens is None else opens(comm)
+            with comm.engine.sequence(Upcoming(opened, awaited=awaited and name == "dispatch")):
                 raise fault
         except Exception as other:
             if other is not fault and not is_known_to_all(other):

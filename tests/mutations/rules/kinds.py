@@ -81,7 +81,7 @@ MUTATIONS = (
     M("layer-tensors-of-any-shape", "a MegaMoE takes tensors of any shape at a glance",
       "comm.checks:fits_like", "tensor.shape == shape", "True", LAYER),
     M("layer-tensors-without-memory", "a MegaMoE takes tensors whose storage was freed at a glance",
-      "comm.checks:fits_like", "tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() != 0", "True", LAYER),
+      "comm.checks:fits_like", "tensor.data_ptr() > FAR or _has_storage(tensor)", "True", LAYER),
     M("layer-with-too-many-tokens", "a MegaMoE takes more tokens than there is room for at a glance",
       "inference.mega_moe:MegaMoE._fits", "num_tokens <= plan.max_tokens_per_rank", "True", LAYER),
     M("layer-results-anywhere", "a MegaMoE writes results to any address that is given",

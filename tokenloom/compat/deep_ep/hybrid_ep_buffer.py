@@ -148,7 +148,8 @@ class HybridEPBuffer(BufferBase):
         with self._calls.report_faults_of(device, comm, shape=likely):
             refuse(**others)
             hidden = hidden.contiguous() if checks.is_dense(hidden) else hidden
-            payload = checks.by_row(checks.payload_of(hidden if scaling_factor is None else (hidden, scaling_factor)))
+            payload = checks.payload_of(hidden if scaling_factor is None else (hidden, scaling_factor))
+            payload = self._by_row(payload, device, comm)
             fp8 = self.use_fp8 if use_fp8 is None else use_fp8
             require(fp8 == isinstance(payload, tuple), f"use_fp8 is {fp8}, hidden is {hidden.dtype}")
             alignment = 1 if pad_multiple is None else checks.number("pad_multiple", pad_multiple, 1)
@@ -174,7 +175,7 @@ class HybridEPBuffer(BufferBase):
         if handle is not None:
             resend = lambda: _resend(handle, payload, weights)  # noqa: E731
             read = (payload, weights, dispatched.routed)
-            return self._stream.run(resend, read, device, None, False, False)[0]
+            return self._stream.run(resend, read, dispatched.comm, None, False, False)[0]
         options: dict[str, Any] = {"layout": "expert", "alignment": alignment, "copy": "if_needed"}
         if capacity is not None:
             options |= {"sizes": "bounded", "capacity": capacity}
@@ -192,7 +193,7 @@ class HybridEPBuffer(BufferBase):
             return _permuted(_handle(Dispatched(comm, routed, ids), alignment), routed, routes.weighted)
 
         inputs = (payload, topk_idx, topk_weights, routing_map, probs)
-        return self._stream.run(first, inputs, device, None, False, False)[0]
+        return self._stream.run(first, inputs, hidden, None, False, False)[0]
 
     @naming("HybridEPBuffer.combine_with_unpermute")
     def combine_with_unpermute(
@@ -242,7 +243,7 @@ class HybridEPBuffer(BufferBase):
                 return out, None
             return out, dense(comm.combine_weights(probs, routed), dispatched.ids, comm.plan.num_experts)
 
-        return self._stream.run(call, (rows, probs, routed), device, None, False, False)[0]
+        return self._stream.run(call, (rows, probs, routed), comm, None, False, False)[0]
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotServed. Use :meth:`dispatch_with_permute`."""
