@@ -130,7 +130,13 @@ def modes_of(layout: str) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def check_bits(comms: Sequence[Communicator], topology: Topology, seed: int) -> dict[Key, Seen]:
+def check_bits(
+    comms: Sequence[Communicator],
+    topology: Topology,
+    seed: int,
+    layouts: Sequence[str] = LAYOUTS,
+    payloads: Sequence[str] = PAYLOADS,
+) -> dict[Key, Seen]:
     """Compare dispatch and combine on this rank with the reference. Collective.
 
     Every problem goes over all communicators before the next one, because the reference takes longer than they do.
@@ -138,12 +144,13 @@ def check_bits(comms: Sequence[Communicator], topology: Topology, seed: int) -> 
     Args:
         comms: of sizes :func:`sizes`.
         seed: of the problems.
+        layouts, payloads: some of LAYOUTS and of PAYLOADS.
     """
     seen: dict[Key, Seen] = {}
     names = [comm.backend for comm in comms]
     for routing in ROUTINGS:
-        problems = [make_problem(topology, routing, payload, seed) for payload in PAYLOADS]
-        for layout in LAYOUTS:
+        problems = [make_problem(topology, routing, payload, seed) for payload in payloads]
+        for layout in layouts:
             for key, found in _check_layout(comms, topology, problems, layout):
                 seen[key] = seen.get(key, Seen(0)) + found
     return dict(sorted(seen.items(), key=lambda item: names.index(item[0][0].partition(":")[0])))
