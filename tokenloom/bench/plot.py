@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +78,25 @@ def write_curves_png(
     for name, points in bounds.items():
         if points:
             axes.plot(*zip(*points, strict=True), linestyle="--", color="0.5", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(sorted(highest), [f"{tokens:,}" for tokens in sorted(highest)])
-    axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.grid(alpha=0.3)
+    make_logarithmic(axes, highest)
     axes.set_title(shape)
     axes.set_xlabel("tokens a rank")
     axes.set_ylabel(TIME_AXIS)
     axes.legend(fontsize="small")
     figure.suptitle(title(setup, what))
     figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
+
+
+def make_logarithmic(axes: Any, ticks: Iterable[float]) -> None:
+    """Make both axes logarithmic, with these ticks on the lower one."""
+    places = sorted(ticks)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(places, [f"{each:,}" for each in places])
+    axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(alpha=0.3)
 
 
 def write_bars_png(
