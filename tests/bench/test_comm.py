@@ -16,7 +16,7 @@ from tests.conftest import Ranks
 from tokenloom.backends import registry
 from tokenloom.backends.seam import Capabilities
 from tokenloom.bench import comm_work
-from tokenloom.bench.comm_calls import CallMaker
+from tokenloom.bench.comm import CallMaker
 from tokenloom.bench.comm_work import OPERATIONS, Series, Who
 from tokenloom.bench.rivals import deep_ep
 from tokenloom.bench.workload import Operation, Shape, make_inputs
@@ -62,8 +62,7 @@ def test_traffic_is_that_of_a_brute_force_count(num_ranks: int, payload: Any, na
             values[rank] += home_bytes
         received[rank] += out_bytes
         received[source] += home_bytes
-    counted = comm_work.rows_between(plan, ids)
-    moved = comm_work.moved(plan, counted, Operation(name, payload, "token"))
+    moved = comm_work.moved(plan, comm_work.count_rows(plan, ids), Operation(name, payload, "token"))
     assert moved == comm_work.Traffic(max(sent), max(values), max(received))
 
 
@@ -98,7 +97,7 @@ def test_traffic_is_what_the_backend_sends(ranks: Ranks, timing_: Any) -> None:
     The bounded sizes of a graph hold all rows of this routing, and no more of them cross."""
     by_rank = ranks.run(bytes_sent_on_rank, ("collective", timing_, None, None))
     plan = SHAPE.plan(ranks.num_ranks)
-    counted = comm_work.rows_between(plan, [SHAPE.topk_ids(rank) for rank in range(ranks.num_ranks)])
+    counted = comm_work.count_rows(plan, [SHAPE.topk_ids(rank) for rank in range(ranks.num_ranks)])
     for operation in OPERATIONS:
         measured = max(sent[operation] for sent in by_rank)
         assert measured == comm_work.moved(plan, counted, operation).physical_bytes, operation
@@ -108,12 +107,12 @@ def test_traffic_over_nodes_is_what_the_backend_sends(pools: Callable[[str], Ran
     """On two nodes ranks hand rows on: in a dispatch, a row for each (token, node) crosses, with flags."""
     by_rank = Ranks(pools("cpu"), 4).run(bytes_sent_on_rank, ("network", "wall", None, 2))
     plan, ids = SHAPE.plan(4), [SHAPE.topk_ids(rank) for rank in range(4)]
-    counted, over = comm_work.rows_between(plan, ids), comm_work.relayed(plan, ids, 2)
+    straight, over = comm_work.count_rows(plan, ids), comm_work.count_rows(plan, ids, 2)
     for operation in OPERATIONS:
         measured = max(sent[operation] for sent in by_rank)
-        moved = comm_work.moved(plan, counted, operation, over)
+        moved = comm_work.moved(plan, over, operation)
         assert measured == moved.physical_bytes, operation
-        assert moved.logical_bytes == comm_work.moved(plan, counted, operation).logical_bytes
+        assert moved.logical_bytes == comm_work.moved(plan, straight, operation).logical_bytes
 
 
 # -- what is measured -----------------------------------------------------------------------------------------------

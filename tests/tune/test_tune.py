@@ -26,13 +26,14 @@ from tests.support.defaults import caller_default
 from tests.support.on_ranks import on_ranks
 from tokenloom.backends.collective import CollectiveBackend
 from tokenloom.backends.seam import CombineKind, DispatchKind
-from tokenloom.bench import comm_work, setup
+from tokenloom.bench import setup
 from tokenloom.cli import app
 from tokenloom.comm.engine import Engine
 from tokenloom.plan import Plan
 from tokenloom.runtime import rank_group
 from tokenloom.runtime.processes import RankContext, RankPool
 from tokenloom.tune import choices, profiler
+from tokenloom.tune.network.traffic import rows_between
 from tokenloom.tune.profiler import CANDIDATES, WARM_UP_ROUNDS, Profile
 from tokenloom.tune.samples import draw_topk_ids
 
@@ -223,7 +224,7 @@ def test_bytes_are_those_that_travel(ranks: Ranks, tmp_path: Path) -> None:
     by_rank = ranks.run(bytes_sent)
     plan = Plan(ranks.num_ranks, NUM_EXPERTS, HIDDEN, TOP_K, TOKENS)
     ids = [draw_topk_ids(rank, TOKENS, NUM_EXPERTS, TOP_K, skew=1.5) for rank in range(ranks.num_ranks)]
-    rows = torch.from_numpy(comm_work.rows_between(plan, ids))
+    rows = torch.from_numpy(rows_between(ids, plan.experts_per_rank, plan.num_ranks))
     holders = [torch.bincount(each.flatten() // plan.experts_per_rank, minlength=plan.num_ranks) for each in ids]
     expected = profiler.sent_bytes(plan, rows, torch.stack(holders), BF16)
     assert {who: max(each[who] for each in by_rank) for who in by_rank[0]} == expected

@@ -6,13 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Optional, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 Choice = TypeVar("Choice", bound=Enum)
-
-# Optional[...]: typer evaluates these annotations, and before version 0.13 it does not know X | None.
 
 
 class Device(str, Enum):
@@ -137,37 +135,28 @@ Intermediate = Annotated[int, _INTERMEDIATE]
 NumExperts = Annotated[int, _NUM_EXPERTS]
 TopK = Annotated[int, _TOP_K]
 
-AnyTokens = Annotated[Optional[int], _TOKENS]  # noqa: UP045
-AnyHidden = Annotated[Optional[int], _HIDDEN]  # noqa: UP045
-AnyIntermediate = Annotated[Optional[int], _INTERMEDIATE]  # noqa: UP045
-AnyNumExperts = Annotated[Optional[int], _NUM_EXPERTS]  # noqa: UP045
-AnyTopK = Annotated[Optional[int], _TOP_K]  # noqa: UP045
+AnyTokens = Annotated[int | None, _TOKENS]
+AnyHidden = Annotated[int | None, _HIDDEN]
+AnyIntermediate = Annotated[int | None, _INTERMEDIATE]
+AnyNumExperts = Annotated[int | None, _NUM_EXPERTS]
+AnyTopK = Annotated[int | None, _TOP_K]
 
 TokensList = Annotated[
-    Optional[str],  # noqa: UP045
-    text_option("--tokens", "N,N,...", "Tokens of every rank; several with commas between."),
+    str | None, text_option("--tokens", "N,N,...", "Tokens of every rank; several with commas between.")
 ]
 Ranks = Annotated[
-    Optional[int],  # noqa: UP045
+    int | None,
     whole_option("--ranks", "Number of ranks. Default: all GPUs if there are two or more, else 4 CPU processes."),
 ]
 OnDevice = Annotated[
-    Optional[Device],  # noqa: UP045
-    choice_option("--device", Device, "cpu: processes over gloo. cuda: one GPU each, over NCCL."),
+    Device | None, choice_option("--device", Device, "cpu: processes over gloo. cuda: one GPU each, over NCCL.")
 ]
 RanksPerNode = Annotated[
-    Optional[int],  # noqa: UP045
-    whole_option("--ranks-per-node", "Take the ranks for nodes of so many, to try what runs between them."),
+    int | None, whole_option("--ranks-per-node", "Take the ranks for nodes of so many, to try what runs between them.")
 ]
 Skew = Annotated[float, number_option("--skew", "Exponent of Zipf's law for experts; 0: all alike.", least=0)]
-JsonFile = Annotated[
-    Optional[Path],  # noqa: UP045
-    file_option("--json", "Also write the rows, with their setup, to this file."),
-]
-PlotFile = Annotated[
-    Optional[Path],  # noqa: UP045
-    file_option("--plot", "Also draw the rows to this PNG file."),
-]
+JsonFile = Annotated[Path | None, file_option("--json", "Also write the rows, with their setup, to this file.")]
+PlotFile = Annotated[Path | None, file_option("--plot", "Also draw the rows to this PNG file.")]
 
 
 def require_known(option: str, given: Sequence[str], known: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -52,7 +52,7 @@ class TrainDtype(str, Enum):
 
 def comm(
     case: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         text_option(
             "--case",
             "NAME",
@@ -68,7 +68,7 @@ def comm(
     device: OnDevice = None,
     ranks_per_node: RanksPerNode = None,
     backends: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         text_option(
             "--backends",
             "NAME,...",
@@ -77,11 +77,11 @@ def comm(
         ),
     ] = None,
     num_sms: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         text_option("--num-sms", "N,N,...", "SMs that a kernel of ours takes; several with commas between."),
     ] = None,
     only: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         text_option(
             "--only",
             "PART,...",
@@ -89,7 +89,7 @@ def comm(
         ),
     ] = None,
     timing: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         text_option(
             "--timing",
             "NAME,...",
@@ -99,16 +99,14 @@ def comm(
         ),
     ] = None,
     halves: Annotated[
-        bool,
-        typer.Option("--halves", help="Measure send, a GEMM, and receive, instead of calls of one piece."),
+        bool, typer.Option("--halves", help="Measure send, a GEMM, and receive, instead of calls of one piece.")
     ] = False,
     beside_us: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         number_option("--beside-us", "Length of the GEMM of --halves, in microseconds. Default: 100.", least=1),
     ] = None,
     iterations: Annotated[
-        Optional[int],  # noqa: UP045
-        whole_option("--iterations", "Samples of each row. Default: 10 on the CPU, 100 on GPUs."),
+        int | None, whole_option("--iterations", "Samples of each row. Default: 10 on the CPU, 100 on GPUs.")
     ] = None,
     plot_file: PlotFile = None,
     json_file: JsonFile = None,
@@ -167,12 +165,9 @@ def mega(
         float, number_option("--masked-ratio", "Share of routes that are unused.", least=0, most=1)
     ] = 0.0,
     skew: Skew = 0.0,
-    ranks: Annotated[
-        Optional[int],  # noqa: UP045
-        whole_option("--ranks", "Number of ranks, one per GPU. Default: all GPUs."),
-    ] = None,
+    ranks: Annotated[int | None, whole_option("--ranks", "Number of ranks, one per GPU. Default: all GPUs.")] = None,
     against: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         text_option(
             "--against",
             "NAME",
@@ -183,7 +178,7 @@ def mega(
     iterations: Annotated[int, whole_option("--iterations", "Samples of each row.", 3)] = 30,
     plot_file: PlotFile = None,
     trace_file: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         file_option("--trace", "Also write the times of blocks and roles in a call to this file, for Perfetto."),
     ] = None,
     json_file: JsonFile = None,
@@ -220,7 +215,7 @@ def train(
     num_experts: AnyNumExperts = None,
     top_k: AnyTopK = None,
     thiek: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         text_option(
             "--thiek", "T,H,I,E,K", "Short for the five sizes. T is the tokens of all ranks together, unlike --tokens."
         ),
@@ -230,7 +225,7 @@ def train(
     dtype: Annotated[TrainDtype, choice_option("--dtype", TrainDtype, "Dtype of the layer.")] = TrainDtype.bf16,
     skew: Skew = 0.0,
     strategy: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         text_option(
             "--strategy",
             "NAME,NAME",
@@ -242,15 +237,14 @@ def train(
         bool, typer.Option("--redispatch-in-backward", help="Keep tokens, not dispatched rows, and send them again.")
     ] = False,
     pool_rows: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         whole_option(
             "--pool-rows", "Most rows of a rank's experts; the host then does not wait. Default: exact sizes."
         ),
     ] = None,
     check: Annotated[bool, typer.Option(help="Compare outputs and gradients with a float32 reference.")] = True,
     iterations: Annotated[
-        Optional[int],  # noqa: UP045
-        whole_option("--iterations", "Samples of each number. Default: 6 on the CPU, 30 on GPUs.", 3),
+        int | None, whole_option("--iterations", "Samples of each number. Default: 6 on the CPU, 30 on GPUs.", 3)
     ] = None,
     json_file: JsonFile = None,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -38,7 +38,7 @@ def check_network(
     rounds: Annotated[int, whole_option("--rounds", "Rounds of calls whose ranks come at random times.")] = 30,
     seed: Annotated[int, whole_option("--seed", "Seed of routing and of those times.", 0, MOST_SEED)] = 1,
     constants_file: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         file_option("--constants", "Write the measured constants to this file, for tokenloom plan --constants."),
     ] = None,
     json_file: JsonFile = None,

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -41,10 +41,7 @@ class RowDtype(str, Enum):
 
 
 def plan(
-    nodes: Annotated[
-        Optional[int],  # noqa: UP045
-        whole_option("--nodes", "Show this many nodes in detail, too."),
-    ] = None,
+    nodes: Annotated[int | None, whole_option("--nodes", "Show this many nodes in detail, too.")] = None,
     ranks_per_node: Annotated[int, whole_option("--ranks-per-node", "GPUs of a node, each with its NIC.")] = 8,
     tokens: TokensList = None,
     hidden: Hidden = 7168,
@@ -54,35 +51,32 @@ def plan(
         RowDtype, choice_option("--dtype", RowDtype, "Dtype of dispatched rows; combined rows are BF16.")
     ] = RowDtype.fp8,
     node_limit: Annotated[
-        Optional[int],  # noqa: UP045
-        whole_option("--node-limit", "Most nodes that the router lets a token choose. Default: no limit."),
+        int | None, whole_option("--node-limit", "Most nodes that the router lets a token choose. Default: no limit.")
     ] = None,
     nic_gbytes_per_s: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         number_option(
             "--nic-gbytes-per-s", "Rate of a GPU's NIC each way. Default: 46 and 45, as fitted to 400 Gb/s.", above=0
         ),
     ] = None,
     nvlink_gbytes_per_s: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         number_option(
             "--nvlink-gbytes-per-s", "Rate of a GPU's NVLinks each way. Default: 347, as measured on an H200.", above=0
         ),
     ] = None,
     put_us: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         number_option("--put-us", "Time of a put: about 0.5 if a thread of the host makes them. Default: 0.", least=0),
     ] = None,
     constants_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        file_option("--constants", "Read the constants of a cluster from this file."),
+        Path | None, file_option("--constants", "Read the constants of a cluster from this file.")
     ] = None,
     routing_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        file_option("--routing", "Count the rows of measured topk_ids [W, T, K], .npy or .pt."),
+        Path | None, file_option("--routing", "Count the rows of measured topk_ids [W, T, K], .npy or .pt.")
     ] = None,
     budget: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         number_option(
             "--budget",
             "MiB of a GPU for rows from other nodes. Also shows the memory that backends hold.",
