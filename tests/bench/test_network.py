@@ -433,14 +433,7 @@ def test_the_command_on_two_nodes(
     assert "node 0 rank 1 <-> node 1 rank 3" in by_part["links"]
     assert by_part["rails"][-2:] == ["rail 0, ranks 0, 2", "rail 1, ranks 1, 3"]
     shown = capsys.readouterr().out
-    for said in (
-        "2 nodes of 2",
-        "backend network:",
-        "on rank 0: gloo, headers",
-        "GIN not possible:",
-        "low_latency: start",
-        "3 rounds",
-    ):
+    for said in ("2 nodes of 2", "backend network:", "3 rounds"):
         assert said in shown
 
 

@@ -49,15 +49,11 @@ def shapes_for(names: Sequence[str], device: str, tokens: Sequence[int] = (), **
 
     Args:
         names: cases; none given, those meant for the device.
-        device: "cpu" or "cuda".
         tokens: numbers of tokens that replace each shape's own.
         sizes: hidden, top_k, num_experts; those that are not None replace a shape's own.
 
     Returns:
         Each shape once, in the order of the cases.
-
-    Raises:
-        KeyError: no case has that name.
     """
     by_name = {case.name: case for case in CASES}
     picked = [by_name[name] for name in names] or [case for case in CASES if case.device == device]
@@ -247,11 +243,6 @@ def plan_series(
         timings: clocks to measure by; None: all that the device has.
         beside_us: measure halves around a GEMM of this many microseconds, instead of calls of one piece.
         ranks_per_node: nodes that the ranks are taken for.
-
-    Raises:
-        InvalidArgument: a shape does not fit the ranks, FP8, or num_sms; a clock is not one of the device, or not one
-            of halves; no name contains any of ``only``.
-        BackendUnavailable: nobody wanted works here.
     """
     for sms in num_sms:
         if not 1 <= sms <= registry.MAX_SMS:

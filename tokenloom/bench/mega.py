@@ -151,9 +151,6 @@ def load(names: Sequence[str], shape: MegaShape) -> dict[str, str | None]:
 
     Returns:
         Versions by name.
-
-    Raises:
-        InvalidArgument: a name is unknown, or the layer is not there.
     """
     unknown = [name for name in names if name not in OTHERS]
     if unknown:
@@ -498,17 +495,8 @@ def run_mega(
     """Measure every number of tokens on GPUs, print a table, write the files that were asked for.
 
     Args:
-        shape: the layer.
-        tokens: tokens of every rank, one row each.
-        iterations: samples of each row, at least harness.ROUNDS.
         cold: overwrite L2 before each sample, which then is one call.
-        against: names of OTHERS, measured in turns with ours.
         trace_file: file for a call of the last number of tokens, for Perfetto.
-
-    Raises:
-        InvalidArgument: a layer does not take the shape.
-        PackageMissing: a plot without matplotlib; a layer that is not there.
-        RankFailed: a rank failed.
     """
     if run.plot_file is not None:
         load_matplotlib()

@@ -56,19 +56,11 @@ class Problem:
     node_limit: int | None = None
 
     def cluster(self, num_nodes: int) -> Cluster:
-        """The problem on so many nodes.
-
-        Raises:
-            InvalidArgument: the sizes do not fit each other.
-        """
+        """The problem on so many nodes."""
         return Cluster(num_nodes, self.ranks_per_node, self.num_experts, self.top_k, self.node_limit)
 
     def sweep(self) -> list[Cluster]:
-        """1, 2, 4 … nodes, as far as they have LEAST_RANKS to MOST_RANKS and experts enough for a token.
-
-        Raises:
-            InvalidArgument: the sizes do not fit each other on the smallest of them, or a node has more ranks.
-        """
+        """1, 2, 4 … nodes, as far as they have LEAST_RANKS to MOST_RANKS and experts enough for a token."""
         if self.ranks_per_node > MOST_RANKS:
             raise InvalidArgument(f"ranks_per_node is {self.ranks_per_node}, expected at most {MOST_RANKS}")
         sizes = [1 << power for power in range(MOST_RANKS.bit_length())]
@@ -209,11 +201,7 @@ def beyond_figures(row: PlanRow) -> list[str]:
 
 
 def detail_table(rows: Sequence[PlanRow], routing: str) -> Table:
-    """Every term of the calls of one cluster and number of tokens.
-
-    Args:
-        routing: what the rows were counted from, or expected of.
-    """
+    """Every term of the calls of one cluster and number of tokens."""
     nodes = "1 node" if rows[0].num_nodes == 1 else f"{rows[0].num_nodes} nodes"
     where = f"{nodes}, {rows[0].num_ranks} ranks"
     title = f"{rows[0].num_tokens} tokens a rank on {where}, {REGIME_WORDS[rows[0].regime]}, {routing}"
@@ -265,11 +253,7 @@ def sources(rows: Iterable[PlanRow]) -> str:
 
 
 def sweep_table(by_cluster: Sequence[Sequence[PlanRow]]) -> Table:
-    """Times by number of ranks, for one number of tokens.
-
-    Args:
-        by_cluster: the rows of each cluster, from :func:`make_rows`.
-    """
+    """Times by number of ranks, for one number of tokens."""
     first = by_cluster[0]
     title = f"{first[0].num_tokens} tokens a rank, {REGIME_WORDS[first[0].regime]}, an even routing; times in µs"
     headers = [f"rows\n{row_per}" for row_per in ROWS_PER]
@@ -325,13 +309,8 @@ def write_chart(file: Path, title: str, by_tokens: Mapping[int, Sequence[Sequenc
     """Draw a curve for each protocol, dashed where it is extrapolated, and a mark for each published figure.
 
     Args:
-        file: PNG.
-        title: what is planned.
         by_tokens: for each number of tokens, the rows of each cluster, as
             :func:`make_rows` returns them, in ascending order of ranks.
-
-    Raises:
-        PackageMissing: matplotlib is not installed.
     """
     height = HEIGHT_INCHES * len(by_tokens) + 0.5
     figure = load_matplotlib().Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
@@ -388,17 +367,9 @@ def run_plan(
     """Show one cluster in detail, if it is given, and 8 to 2048 ranks; or one cluster with a measured routing.
 
     Args:
-        console: where the tables go.
         tokens: T of every rank, a plan for each. Not used with a routing, which has its tokens.
-        num_nodes: N of the cluster to show in detail; None for none, or with a routing.
-        routing: topk_ids [T, K] of each rank, or None.
         budget_mib: memory of a GPU for rows from other nodes, for the cluster in detail, and for a table of what
             backends hold; None for any, and for no table.
-        command: the arguments of ``tokenloom``, for the record.
-
-    Raises:
-        InvalidArgument: sizes do not fit each other, or a plan exceeds the budget.
-        PackageMissing: a plot without matplotlib.
     """
     if plot_file is not None:
         load_matplotlib()  # before anything is shown

@@ -31,11 +31,7 @@ def load_matplotlib() -> Any:
 
 
 def title(setup: Mapping[str, Any], what: str) -> str:
-    """Two lines for the top of a chart: what was measured where, and with which versions.
-
-    Args:
-        setup: from :func:`tokenloom.bench.setup.run_setup`.
-    """
+    """Two lines for the top of a chart: what was measured where, and with which versions."""
     versions = [f"{name} {setup[name]}" for name in ("torch", "nccl", "driver", "commit") if setup[name]]
     ranks = f"{setup['num_ranks']} ranks on {setup['device_name']}"
     return f"tokenloom {setup['tokenloom']}: {what}, {ranks}\n{', '.join(versions)}"
@@ -54,13 +50,8 @@ def write_curves_png(
     Everybody measured is a line with its numbers, every bound a dashed line.
 
     Args:
-        file: PNG.
-        setup: from :func:`tokenloom.bench.setup.run_setup`.
         what, shape: what was measured, for the titles.
         curves, bounds: points (tokens, microseconds) by name, in ascending order, all above 0.
-
-    Raises:
-        PackageMissing: matplotlib is not installed.
     """
     figure = load_matplotlib().Figure(figsize=(WIDTH_INCHES, CURVES_HEIGHT_INCHES), layout="constrained")
     axes = figure.subplots()
@@ -105,13 +96,8 @@ def write_bars_png(
     """Draw bars in groups: a chart for each title, and a colour for everybody.
 
     Args:
-        file: PNG.
-        setup: from :func:`tokenloom.bench.setup.run_setup`.
         what: what was measured, for the title.
         charts: bars by title: group, who, microseconds.
-
-    Raises:
-        PackageMissing: matplotlib is not installed.
     """
     heights = [BAR_INCHES * (len(bars) + 2 * len({group for group, _, _ in bars})) + 1 for bars in charts.values()]
     figure = load_matplotlib().Figure(figsize=(WIDTH_INCHES, sum(heights) + 1), layout="constrained")

@@ -296,10 +296,6 @@ def free_bytes(device: torch.device) -> int:
 class Report:
     """Rows and tables of one run.
 
-    Args:
-        shape, options: what was measured.
-        by_rank: what all ranks found.
-
     Attributes:
         rival: name of the rival.
         times: rows of everybody, OURS first.
@@ -393,11 +389,7 @@ class Report:
         return notes
 
     def setup_lines(self, where: str) -> list[str]:
-        """What was measured, and how.
-
-        Args:
-            where: the machine, in words.
-        """
+        """What was measured, and how."""
         shape, options, first = self._shape, self._options, self._by_rank[0]
         routes = [each.routes for each in self._by_rank]
         return [
@@ -493,15 +485,7 @@ def _table(*headers: str, left: Sequence[int] = (0,)) -> Table:
 
 
 def run_train(run: Run, shape: TrainShape, options: TrainOptions) -> bool:
-    """Check and measure, print it all, write the file that was asked for.
-
-    Returns:
-        False if a check failed.
-
-    Raises:
-        InvalidArgument: the shape does not fit the ranks, or the skew.
-        RankFailed: a rank failed.
-    """
+    """Check and measure, print it all, write the file that was asked for; return False if a check failed."""
     shape.plan(run.num_ranks)
     if options.skew:
         require_steerable(shape.num_experts, shape.hidden)

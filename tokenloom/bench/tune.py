@@ -22,20 +22,7 @@ from tokenloom.tune.profiler import Profile, profile
 def run_tune(
     run: Run, shape: Shape, *, intermediate: int, dtype: str, skew: float, backend: str, iterations: int
 ) -> bool:
-    """Measure, print a table, keep the choice, and write the file that was asked for.
-
-    Args:
-        shape, intermediate, skew, backend, iterations: see :func:`tokenloom.tune.profiler.profile`.
-        dtype: one of DTYPES.
-
-    Returns:
-        Whether the choice was kept.
-
-    Raises:
-        InvalidArgument: the shape does not fit the ranks.
-        BackendUnavailable: the backend does not work here.
-        RankFailed: a rank failed.
-    """
+    """Measure, print a table, keep the choice, write the file that was asked for; return whether it was kept."""
     transport, device, sizes = TRANSPORTS[run.device], torch.device(run.device), shape.plan(run.num_ranks)
     here = registry.availability(transport, device, sizes, DTYPES[dtype], name=backend)
     registry.choose(backend, [here])  # or a rank would say it, with its traceback

@@ -36,11 +36,7 @@ class Shape:
     num_experts: int
 
     def plan(self, num_ranks: int) -> Plan:
-        """The plan for these sizes on ``num_ranks`` ranks.
-
-        Raises:
-            InvalidArgument: the experts cannot be spread over the ranks, or are fewer than a token chooses.
-        """
+        """The plan for these sizes on ``num_ranks`` ranks."""
         if self.top_k > self.num_experts:
             raise InvalidArgument(
                 f"top_k is {self.top_k}, expected at most {self.num_experts}, as there are no more experts to choose"

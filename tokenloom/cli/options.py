@@ -29,12 +29,7 @@ class Dtype(str, Enum):
 
 
 def _whole(option: str, least: int, most: int | None = None) -> Callable[[Any], int]:
-    """What reads the value of an option that is a whole number.
-
-    Args:
-        option: its name, for errors.
-        least, most: the numbers that it takes; None: there is no largest.
-    """
+    """What reads the value of an option that is a whole number."""
     expected = f"expected a whole number of at least {least}"
     if most is not None:
         expected = f"expected a whole number from {least} to {most}"
@@ -57,8 +52,6 @@ def _number(
     """What reads the value of an option that is a finite number.
 
     Args:
-        option: its name, for errors.
-        least, most: the numbers that it takes; None: there is no limit.
         above: it takes numbers above this one alone.
     """
     limits = [f"of at least {least:g}"] if least is not None else []
@@ -160,11 +153,7 @@ PlotFile = Annotated[Path | None, file_option("--plot", "Also draw the rows to t
 
 
 def require_known(option: str, given: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse names that are not among ``known``.
-
-    Raises:
-        typer.BadParameter: naming the option and all unknown names.
-    """
+    """Refuse names that are not among ``known``."""
     unknown = [name for name in given if name not in known]
     if unknown:
         names = ", ".join(map(repr, unknown))
@@ -172,21 +161,13 @@ def require_known(option: str, given: Sequence[str], known: Sequence[str]) -> No
 
 
 def require_readable(option: str, file: Path | None) -> None:
-    """Refuse a file that is not there.
-
-    Raises:
-        typer.BadParameter: there is no such file.
-    """
+    """Refuse a file that is not there."""
     if file is not None and not file.is_file():
         raise typer.BadParameter(f"is {file}, but there is no such file; pass one that exists", param_hint=option)
 
 
 def require_writable(option: str, file: Path | None, suffix: str = "") -> None:
-    """Refuse a file that could not be written after minutes of measuring.
-
-    Raises:
-        typer.BadParameter: its folder does not exist or cannot be written, or its name does not end in ``suffix``.
-    """
+    """Refuse a file that could not be written after minutes of measuring."""
     if file is None:
         return
     if not file.absolute().parent.is_dir():
@@ -205,11 +186,7 @@ def require_writable(option: str, file: Path | None, suffix: str = "") -> None:
 
 
 def numbers(option: str, text: str | None) -> list[int]:
-    """Positive integers with commas between, each once; none where the option was not given.
-
-    Raises:
-        typer.BadParameter: the text is something else.
-    """
+    """Positive integers with commas between, each once; none where the option was not given."""
     parts = [] if text is None else text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
         said = f"is {text!r}, expected whole numbers above 0 with commas between"
@@ -218,11 +195,7 @@ def numbers(option: str, text: str | None) -> list[int]:
 
 
 def require_nodes(ranks_per_node: int | None, num_ranks: int) -> None:
-    """Refuse nodes of which the ranks do not make a whole number.
-
-    Raises:
-        typer.BadParameter: they do not.
-    """
+    """Refuse nodes of which the ranks do not make a whole number."""
     if ranks_per_node is not None and num_ranks % ranks_per_node:
         said = f"is {ranks_per_node}, expected a divisor of the {num_ranks} ranks"
         raise typer.BadParameter(said, param_hint="--ranks-per-node")
@@ -230,9 +203,6 @@ def require_nodes(ranks_per_node: int | None, num_ranks: int) -> None:
 
 def pick_ranks(ranks: int | None, device: Device | None, least: int) -> tuple[int, str]:
     """Number of ranks and their device, from the options and from what the machine has.
-
-    Args:
-        least: fewest ranks that the command works with.
 
     Raises:
         typer.BadParameter: too few ranks, or more than there are GPUs; naming ``--device`` where no number would do.

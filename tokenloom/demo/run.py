@@ -50,22 +50,7 @@ def run_demo(
     profiled_steps: int = PROFILED_STEPS,
     ranks_per_node: int | None = None,
 ) -> bool:
-    """Check against the reference, train on all ranks, train on one, compare.
-
-    Args:
-        console: where everything is printed.
-        num_ranks: at least 2.
-        device: "cpu" (gloo) or "cuda" (NCCL).
-        steps: training steps, at least 1.
-        profiled_steps: further steps in which shares are measured, at least 1.
-        ranks_per_node: as in ``Communicator``.
-
-    Returns:
-        Whether everything passed.
-
-    Raises:
-        RankFailed: a rank failed; the text has its traceback.
-    """
+    """Check against the reference, train on all ranks, train on one, compare; return whether everything passed."""
     began = time.monotonic()
     where = "GPUs over NCCL" if device == "cuda" else "processes on the CPU over gloo"
     console.print(f"[bold]tokenloom demo[/bold]: {num_ranks} ranks, {where}")
@@ -168,11 +153,7 @@ def _train(console: Console, pool: RankPool, num_ranks: int, options: train.Opti
 
 
 def compare_runs(many: list[train.Trained], one: list[train.Trained]) -> list[Compared]:
-    """Compare two runs of the same training on different numbers of ranks.
-
-    Args:
-        many, one: what the ranks know afterwards, by rank.
-    """
+    """Compare two runs of the same training on different numbers of ranks."""
     wanted = train.full_gradients(one)
     got = train.full_gradients(many)
     pairs = []

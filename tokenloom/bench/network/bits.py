@@ -92,12 +92,7 @@ def sizes(num_ranks: int) -> Plan:
 
 
 def make_problem(topology: Topology, routing: str, payload: str, seed: int) -> Problem:
-    """Draw a problem, the same on every rank.
-
-    Args:
-        routing: one of ROUTINGS.
-        payload: one of PAYLOADS.
-    """
+    """Draw a problem, the same on every rank."""
     plan = sizes(len(topology.node_of))
     generator = torch.Generator("cpu").manual_seed(seed)
     real: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}

@@ -76,10 +76,6 @@ def check(
 
     Args:
         say: called with what begins.
-
-    Raises:
-        InvalidArgument: fewer than two ranks, nodes that do not divide them, or one node where constants are wanted.
-        PeerTimeout, PeerError: a rank is missing or failed.
     """
     wait_s = options.timeout_s
     with ExitStack() as stack:

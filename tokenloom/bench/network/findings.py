@@ -57,7 +57,6 @@ def merge(part: str, by_rank: Sequence[Mapping[tuple[str, str], Seen]]) -> list[
     that compares nothing would pass whatever happens.
 
     Args:
-        part: of the findings.
         by_rank: of each rank, by group and name of the check.
     """
     findings = []

@@ -110,11 +110,7 @@ class Meter:
         self._small = wire.bytes_of(PING_BYTES), wire.bytes_of(PING_BYTES)
 
     def rounds(self, rounds: Sequence[Sequence[Link]], turn: int) -> Iterator[dict[tuple[Link, int], Sample]]:
-        """Measure round by round; samples by link and rank, the same on all ranks. Collective.
-
-        Args:
-            turn: number of the turn, which the messages hold.
-        """
+        """Measure round by round; samples by link and rank, the same on all ranks. Collective."""
         ranks = self._wire.ranks
         for links in rounds:
             mine = [link for link in links if ranks.rank in (link.low, link.high)]
@@ -211,11 +207,7 @@ def sum_up(turns: Sequence[Mapping[tuple[Link, int], Sample]]) -> list[Speed]:
 
 
 def verdicts(links: Sequence[Speed], device: str) -> dict[Link, str]:
-    """What is wrong with each link, "" if nothing is. Links are compared with those of their kind alone.
-
-    Args:
-        device: "cpu" or "cuda".
-    """
+    """What is wrong with each link, "" if nothing is. Links are compared with those of their kind alone."""
     found = {}
     for each in links:
         alike = [other for other in links if other.link.kind == each.link.kind]

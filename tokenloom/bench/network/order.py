@@ -83,7 +83,6 @@ class Stress:
     """The rounds of one communicator on this rank.
 
     Args:
-        comm: the communicator.
         seed: of what is sent and of the waits.
     """
 

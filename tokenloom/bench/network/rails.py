@@ -193,9 +193,6 @@ def fit_constants(points: Points, where: str) -> Constants:
 
     ``exposed_share`` says how well a transport overlaps the NIC with NVLink, which messages of their own cannot tell;
     it stays as fitted to published figures. So does the rate of NVLink where nodes have one rank.
-
-    Args:
-        where: what was measured, and when.
     """
     kept = ["exposed_share"]
     put_us = max(0.0, (points.burst_us - points.one_us) / ((points.burst - 1) * points.peers))

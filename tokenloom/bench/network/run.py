@@ -8,12 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tokenloom.backends.nodes.gin import examine
 from tokenloom.bench import legends
 from tokenloom.bench.network import findings, links
 from tokenloom.bench.network.check import Options, Report, check, check_on_rank
@@ -23,7 +21,7 @@ from tokenloom.bench.tables import say
 from tokenloom.env import rendezvous
 from tokenloom.errors import InvalidArgument, PeerTimeout, TokenloomError
 from tokenloom.runtime.processes import RankContext
-from tokenloom.tune.network.constants import REGIMES, Constants, write_constants
+from tokenloom.tune.network.constants import write_constants
 
 START_LIMIT_S = 120.0
 """For ranks of our own to start; they wait for each other without --timeout-s then."""
@@ -32,18 +30,7 @@ LIMIT_S = 3600.0
 
 
 def run_on_own_ranks(run: Run, options: Options, constants_file: Path | None = None) -> bool:
-    """Check between processes of this machine, and show what was found.
-
-    Args:
-        constants_file: for the constants of the cost model; None: not asked for.
-
-    Returns:
-        Whether everything passed.
-
-    Raises:
-        InvalidArgument: see :func:`tokenloom.bench.network.check.check`.
-        RankFailed: a rank failed, or another one did not answer it.
-    """
+    """Check between processes of this machine, show what was found, and return whether everything passed."""
     reached = ["starting the ranks"]
     with run.ranks() as (pool, update):
 
@@ -66,15 +53,6 @@ def run_launched(run: Run, device: str | None, options: Options, constants_file:
 
     Args:
         run: whose ranks and device are not known yet.
-        device: "cpu" or "cuda"; None: the GPU if there is one.
-        constants_file: for the constants of the cost model; None: not asked for.
-
-    Returns:
-        Whether everything passed, on every rank.
-
-    Raises:
-        InvalidArgument: see :func:`tokenloom.bench.network.check.check`.
-        PeerTimeout, PeerError: a rank is missing or failed.
     """
     where = local_device(device)
     reached = ["joining the process group"]
@@ -99,13 +77,9 @@ def _told(run: Run, reached: list[str]) -> Iterator[None]:
 def show(run: Run, found: Report, constants_file: Path | None = None) -> bool:
     """Print tables and write files; whether everything passed."""
     setup = run.setup()
-    gin_here = examine(torch.device(run.device))
-    over = f"NCCL {setup['nccl']}" if setup["nccl"] else found.transport
     about = [
         f"{run.num_ranks} ranks on {machine(run.device)}, {found.transport}; {found.nodes}",
         *found.about,
-        f"  on rank 0: {over}, headers {gin_here.facts['headers']}; "
-        f"GIN {'possible' if gin_here.works else 'not possible:'} {gin_here.why}",
     ]
     notes = list(findings.notes(found.findings, found.points is not None))
     passed = findings.passed(found.findings)
@@ -115,37 +89,19 @@ def show(run: Run, found: Report, constants_file: Path | None = None) -> bool:
         run.show(table)
         limits = {"slow": links.SLOW_SHARE, "late": links.LATE_TIMES, "late_us": links.LATE_US[run.device]}
         run.say(legends.NETWORK_LINKS.format(turns=links.LINK_TURNS, **limits))
-    constants = _constants(found, setup)
-    notes += [] if constants is None else _in_words(constants)
     say(run.console, *notes)
     run.keep({**setup, "nodes": found.nodes, "passed": passed}, [*about, *notes], found.findings, "findings")
     run.console.print("[bold green]PASS[/]" if passed else "[bold red]FAIL[/]: see the tables above")
     if constants_file is not None:
-        assert constants is not None, "check refuses one node where constants are wanted"
+        assert found.points is not None, "check refuses one node where constants are wanted"
         if not passed:
             run.say(f"{constants_file} was not written, because checks failed")
         else:
-            write_constants(constants_file, constants)
+            over = f"NCCL {setup['nccl']}" if setup["nccl"] else found.transport
+            where = f"{found.nodes}, {setup['device_name']}, {over}, {time.strftime('%Y-%m-%d')}"
+            write_constants(constants_file, fit_constants(found.points, f"tokenloom check-network: {where}"))
             run.say(f"written for tokenloom plan --constants {constants_file}")
     return passed
-
-
-def _constants(found: Report, setup: dict[str, Any]) -> Constants | None:
-    if found.points is None:
-        return None
-    over = f"NCCL {setup['nccl']}" if setup["nccl"] else found.transport
-    where = f"tokenloom check-network: {found.nodes}, {setup['device_name']}, {over}, {time.strftime('%Y-%m-%d')}"
-    return fit_constants(found.points, where)
-
-
-def _in_words(constants: Constants) -> list[str]:
-    lines = [f"Constants for tokenloom plan ({constants.where}):"]
-    for name in REGIMES:
-        of = constants.regime(name)
-        lines.append(
-            f"  {name}: start {of.base_us:,.1f} µs, NIC {of.nic_gbytes_per_s:.3g} GB/s, a message {of.put_us:.3g} µs"
-        )
-    return [*lines, f"  inside nodes (NVLink): {constants.nvlink_gbytes_per_s:.3g} GB/s"]
 
 
 def by_torchrun() -> bool:
@@ -154,14 +110,7 @@ def by_torchrun() -> bool:
 
 
 def local_device(device: str | None) -> torch.device:
-    """The device of this process: its GPU by its place on the host, or the CPU where there are no GPUs.
-
-    Args:
-        device: "cpu" or "cuda"; None: the GPU if there are any.
-
-    Raises:
-        InvalidArgument: the host has fewer GPUs than processes.
-    """
+    """The device of this process: its GPU by its place on the host, or the CPU where there are no GPUs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cpu" or (device is None and not gpus):
         return torch.device("cpu")
@@ -176,11 +125,7 @@ def local_device(device: str | None) -> torch.device:
 
 @contextmanager
 def joined(device: torch.device, timeout_s: float) -> Iterator[dist.ProcessGroup]:
-    """Join the others, over NCCL on GPUs, else over gloo; leave them at the end, unless that failed.
-
-    Raises:
-        PeerTimeout: not all came.
-    """
+    """Join the others, over NCCL on GPUs, else over gloo; leave them at the end, unless that failed."""
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.set_device(device)

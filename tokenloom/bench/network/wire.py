@@ -20,11 +20,7 @@ Message = tuple[torch.Tensor, int]
 
 
 class Wire:
-    """The messages of one rank. Over gloo the host waits for each of them, over NCCL the stream does.
-
-    Args:
-        ranks: the group, whose other ranks are told of a message that does not come.
-    """
+    """The messages of one rank. Over gloo the host waits for each of them, over NCCL the stream does."""
 
     def __init__(self, ranks: RankGroup) -> None:
         self.ranks = ranks

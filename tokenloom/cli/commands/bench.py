@@ -277,11 +277,7 @@ def train(
 
 
 def _sizes(thiek: str | None, by_name: dict[str, int | None]) -> list[int]:
-    """The five sizes, from the short form or from the options by name.
-
-    Raises:
-        typer.BadParameter: both are given, neither is, sizes are missing, or the short form is something else.
-    """
+    """The five sizes, from the short form or from the options by name."""
     given = [option for option, value in by_name.items() if value is not None]
     if thiek is None:
         missing = [option for option in by_name if option not in given]

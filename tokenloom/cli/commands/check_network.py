@@ -70,11 +70,7 @@ def check_network(
 def _require_several_nodes(
     constants_file: Path | None, num_ranks: int, where: str, ranks_per_node: int | None
 ) -> None:
-    """Refuse to measure the network between nodes where all ranks are known to be on one. Those on GPUs find out.
-
-    Raises:
-        typer.BadParameter: they are.
-    """
+    """Refuse to measure the network between nodes where all ranks are known to be on one. Those on GPUs find out."""
     on_one = ranks_per_node == num_ranks or (ranks_per_node is None and where == "cpu")
     if constants_file is not None and on_one:
         least = next(size for size in range(num_ranks // 2, 0, -1) if num_ranks % size == 0)

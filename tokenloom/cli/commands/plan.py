@@ -122,11 +122,7 @@ def plan(
 
 
 def _require_alone(option: str, file: Path | None, others: Mapping[str, object]) -> None:
-    """Refuse options whose values the file has.
-
-    Raises:
-        typer.BadParameter: naming them.
-    """
+    """Refuse options whose values the file has."""
     given = [name for name, value in others.items() if value is not None]
     if file is not None and given:
         said = f"is {file}, which says what {', '.join(given)} would; leave out one of them"

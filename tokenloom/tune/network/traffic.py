@@ -106,10 +106,6 @@ def expected(cluster: Cluster, row_per: str, num_tokens: int) -> Load:
     """Expected rows of one call, exact for K different experts drawn evenly.
 
     A token hits a part of E experts with probability 1 - C(E - part, K) / C(E, K). Its own rank is any of them.
-
-    Args:
-        row_per: one of ROWS_PER.
-        num_tokens: T of every rank.
     """
     nodes, per_node, chosen = cluster.num_nodes, cluster.ranks_per_node, cluster.chosen_nodes
     experts = chosen * cluster.experts_per_node
