@@ -46,8 +46,7 @@ def check_network(
     """Check bits, order and speed of everything between ranks, on ranks of its own or under torchrun."""
     require_writable("--constants", constants_file)
     require_writable("--json", json_file)
-    from tokenloom.bench.network.check import Options
-    from tokenloom.bench.network.run import by_torchrun, run_launched, run_on_own_ranks
+    from tokenloom.bench.network.check import Options, by_torchrun, run_launched, run_on_own_ranks
     from tokenloom.bench.setup import Run
 
     options = Options(ranks_per_node, timeout_s, rounds, seed, fits_constants=constants_file is not None)
