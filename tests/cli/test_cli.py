@@ -54,30 +54,21 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "option"),
+    ("arguments", "said"),
     [
-        (["demo", "--ranks", "1"], "--ranks"),  # nothing to spread over
-        (["demo", "--steps", "0"], "--steps"),
-        (["demo", "--device", "cpu", "--ranks", "4", "--ranks-per-node", "3"], "--ranks-per-node"),
-        (["bench", "comm", "--device", "cpu", "--ranks", "4", "--ranks-per-node", "0"], "--ranks-per-node"),
-        (["demo", "--device", "tpu"], "--device"),
         # More than there are GPUs; without two, no number helps.
-        (["demo", "--device", "cuda", "--ranks", "1000"], "--ranks" if torch.cuda.device_count() > 1 else "--device"),
+        (["--ranks", "1000"], "--ranks" if torch.cuda.device_count() > 1 else "--device"),
         pytest.param(
-            ["demo", "--device", "cuda"],
+            [],
             "--device is cuda, which needs 2 GPUs or more, but there are none",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here"),
         ),
-        (["bench", "comm", "--case", "huge"], "--case"),
-        (["bench", "comm", "--json", "/no/such/folder/rows.json"], "--json"),  # said before minutes of measuring
     ],
 )
-def test_bad_options_are_named(arguments: list[str], option: str) -> None:
-    """The exit code is 2, the option at fault is named, and nothing starts."""
-    done = CliRunner().invoke(app.app, arguments)
-    assert done.exit_code == 2
-    assert option in " ".join(done.output.replace("│", " ").split())
-    assert "Traceback" not in done.output
+def test_ranks_without_gpus_are_refused(arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(app.app, ["demo", "--device", "cuda", *arguments])
+    assert done.exit_code == MISUSED
+    assert said in done.output
 
 
 SIZES = {

@@ -123,13 +123,11 @@ class Series:
     """The samples of one row.
 
     Attributes:
-        shape, operation: what is measured.
         backend: who is measured, one of ours, or "deep_ep".
         timing: "events", CUDA events around one call; "graph", around the replay of a CUDA graph of several calls;
             "wall", the host's clock around one call; or "eager", the host's clock around many pairs of a dispatch and
             a combine, and the host's time in one of each.
         num_sms: SMs that its kernels take; None where that is not known.
-        ranks_per_node: as in ``Communicator``.
         beside_us: microseconds of the GEMM that runs between the two halves of the operation; None for a call of one
             piece.
     """

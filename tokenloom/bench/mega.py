@@ -338,14 +338,12 @@ class MegaRow:
         name: mega[/other layer]/ranks/tokens/hidden/intermediate/experts/top-k[/shared experts]/clock[/cold].
         who: "tokenloom", or the other layer's name.
         p50_us, p99_us, slowest_rank: time of a call, by the clock in the name.
-        events_us: p50 around one eager call.
         tflops: rate per rank, per p50.
         hbm_gbytes_per_s: weights of the experts that have a token, on the rank with most such experts, per p50.
         nvlink_gbytes_per_s: what leaves the busiest rank when ours runs, per p50.
         floor_us: least time; the legend of the table says what it is.
         times_floor: p50 over floor_us; None where that is 0.
         stages_us: p50 of each stage; empty for other layers.
-        cold: whether L2 was overwritten before each sample.
         times_ours: in another layer's row, its time over ours, both by graph, or both by events where it has no graph.
         difference: there, distance of the outputs, on the rank where it is largest.
         setup: everything needed to repeat the row, besides what all rows of a run share.

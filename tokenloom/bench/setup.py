@@ -103,9 +103,7 @@ class Run:
     """How a command measures, and where its results go.
 
     Attributes:
-        console: where tables go.
         num_ranks, device: W ranks on "cpu" or "cuda".
-        command: the arguments of ``tokenloom``, for the record.
         json_file, plot_file: for the rows with their setup, and for a chart; None: not asked for.
     """
 

@@ -66,12 +66,10 @@ class TrainFound:
     """What one rank found.
 
     Attributes:
-        backend, strategy: those of the layer.
         chosen_by: who chose the strategy, a key of CHOSEN_BY; only rank 0's counts.
         routes: routes that this rank's experts got.
         checked: differences from the reference, by TENSORS; None if that was not asked for.
         rival: differences of the rival from ours, by TENSORS.
-        saved: what a forward keeps for backward.
         layers: samples of PASSES, by who; empty for those who could not be measured, with the reason.
     """
 
@@ -218,7 +216,6 @@ class Layer:
     """A layer on fixed inputs.
 
     Attributes:
-        forward: gives the output.
         backward: gives the gradients of all inputs, from the output.
         why_not: why it is not measured. It then does nothing, but meets the others while they are measured.
     """
@@ -294,16 +291,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 class Report:
-    """Rows and tables of one run.
-
-    Attributes:
-        rival: name of the rival.
-        times: rows of everybody, OURS first.
-        checks: rows of differences from the reference; empty if that was not asked for.
-        saved: rows of what is kept for backward.
-        passed: whether no check failed.
-        notes: why rows are missing, and whether the rival computes the same.
-    """
+    """Rows and tables of one run."""
 
     def __init__(self, shape: TrainShape, options: TrainOptions, by_rank: Sequence[TrainFound]) -> None:
         self._shape, self._options, self._by_rank = shape, options, by_rank

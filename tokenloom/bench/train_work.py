@@ -79,14 +79,9 @@ class TrainOptions:
     """How the layer runs, and what is asked of it. :class:`tokenloom.ExpertParallelMoE` describes the options.
 
     Attributes:
-        dtype: "bf16" or "fp32".
         skew: s; experts are drawn with probability proportional to 1 / place^s. 0: as a random router chooses.
         strategy: what carries the payloads; None: the layer's own choice.
-        overlap: whether transfers run beside GEMMs.
-        redispatch_in_backward: whether tokens are kept and sent again, instead of their dispatched rows.
         pool_rows: most rows of a rank's experts; None: exact sizes.
-        check: whether to compare with the reference.
-        iterations: samples of each number.
     """
 
     dtype: str
@@ -128,7 +123,6 @@ class Problem:
 
     Attributes:
         x: [T, H], requires a gradient.
-        weights: the layer's weights.
         grad: [T, H], gradient of the output.
     """
 

@@ -69,7 +69,6 @@ class Operation:
         name: "dispatch"; "combine", of a dispatch made before; or "dispatch+combine", one after the other.
         payload: what is dispatched: "bf16"; "fp8", quantised before; or "to_fp8", BF16 that dispatch quantises. What
             comes home is always BF16.
-        layout: the layout of the dispatch.
     """
 
     name: Literal["dispatch", "combine", "dispatch+combine"]
@@ -85,11 +84,9 @@ class Inputs:
     """Tensors of one rank, the same for all backends.
 
     Attributes:
-        shape: the sizes.
         x: bfloat16 [T, H], normally distributed.
         fp8: x as float8_e4m3fn [T, H] and float32 scales [T, H / 128]; None if H is not a multiple of 128.
         ids: int32 [T, K], uniform routing. int32, because dispatch hands it out without a conversion.
-        weights: float32 [T, K].
         expert_rows: most rows that any rank receives in layout "expert", without padding.
         slot_rows: places for each expert in layout "slots": the most routes of any expert, up to a multiple of 128,
             but never more than there are tokens.

@@ -55,14 +55,7 @@ _QUANTIZED = {1: "fp8", 2: "fp8_power_of_two"}
 
 @dataclass(frozen=True)
 class Built:
-    """What a build did.
-
-    Attributes:
-        compiled: kernels compiled now.
-        found: kernels that were on disk.
-        not_kept: kernels compiled now that could not be written.
-        wall_s: seconds that it took.
-    """
+    """What a build did."""
 
     compiled: int
     found: int

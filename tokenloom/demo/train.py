@@ -24,12 +24,8 @@ class Options:
     """What is trained.
 
     Attributes:
-        num_experts: experts of each block, over all ranks.
         sequences: in the batch of a step, over all ranks; a multiple of the ranks.
-        steps: at least 1.
-        seed: seed of the weights and the batches.
         profiled_steps: further steps in which the shares of dispatch and combine are measured; 0: none.
-        ranks_per_node: as in ``Communicator``.
     """
 
     num_experts: int
@@ -47,12 +43,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Step:
-    """Progress of the training, which rank 0 reports.
-
-    Attributes:
-        number: number of the step, from 1.
-        loss: its loss, in nats per byte.
-    """
+    """Progress of the training, which rank 0 reports."""
 
     number: int
     loss: float

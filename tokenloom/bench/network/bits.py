@@ -36,14 +36,9 @@ class Problem:
     """Tensors of all ranks, on the CPU.
 
     Attributes:
-        routing: one of ROUTINGS.
-        payload: one of PAYLOADS.
-        plan: sizes.
         xs: bfloat16 or float8_e4m3fn [T, H].
         scales: float32 [T, H / 128] beside FP8, else None.
         ids: int64 [T, K].
-        weights: float32 [T, K].
-        seed: of what is drawn later.
     """
 
     routing: str

@@ -42,9 +42,6 @@ class Options:
     Attributes:
         ranks_per_node: as in ``Communicator``.
         timeout_s: longest wait for another rank, in seconds; over NCCL the group's own holds as well.
-        rounds: of the stress of order.
-        seed: of everything random.
-        large_bytes: of a large message; None: the device's.
         fits_constants: whether constants of the cost model were asked for, which one node does not have.
     """
 
@@ -62,9 +59,6 @@ class Report:
 
     Attributes:
         about: lines on nodes, transport and backend.
-        nodes: the nodes in a few words.
-        transport: "gloo" or "nccl".
-        findings: the verdicts.
         points: for the constants of the cost model; None where there is one node.
     """
 

@@ -33,7 +33,6 @@ class Batch:
 
     Attributes:
         xs: float32 [T, H], small integers, which sums keep exactly.
-        ids: int64 [T, K].
     """
 
     xs: list[torch.Tensor]

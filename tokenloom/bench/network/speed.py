@@ -381,7 +381,6 @@ class Exchange:
     """All-to-alls of one size on all ranks.
 
     Attributes:
-        num_bytes: that a rank sends in all.
         times_us: microseconds of one all-to-all [rank][turn]; empty for ranks without a peer.
         faults: of each rank, what is wrong with the bits that came.
     """

@@ -26,15 +26,8 @@ class Series:
     Attributes:
         system: whose they are, and the GPU where that matters.
         source: repository, branch unless it is the main one, and path.
-        regime: one of REGIMES.
-        operation: "dispatch" or "combine".
-        dtype: "fp8" or "bf16", of its rows.
         unit: "µs"; or "GB/s" of rows that count those for the sender's own node too.
-        by_ranks: figures by number of ranks W.
         row_per: one of ROWS_PER: what its protocol sends a row to.
-        num_tokens: T.
-        nic: what each GPU has.
-        nvlink_gbytes_per_s: what its GPU's NVLinks carry.
         experts_per_rank: L; None stands for 256 experts in all.
         node_limit: nodes that its router lets a token choose.
     """
