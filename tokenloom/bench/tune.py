@@ -47,16 +47,7 @@ def run_tune(
 def table(found: Profile) -> Table:
     """The rows, for people."""
     timed = ("with GEMM\nms", "alone\nms", "gradient\nms", "score\nms", "GB/s")
-    made = make_table(("operation", "strategy", *timed, ""), left=(0, 1, 7))
-    for row in found.rows:
-        times = (row.with_gemm_ms, row.alone_ms, row.gradient_ms, row.score_ms)
-        cells = ["-" if ms is None else f"{ms:,.3f}" for ms in times]
-        rate = "-" if row.physical_gbytes_per_s is None else f"{row.physical_gbytes_per_s:.3g}"
-        said = "not on this backend" if row.score_ms is None else "winner" if row.wins else ""
-        made.add_row(row.operation, row.strategy, *cells, rate, said)
-    if found.setting.num_nodes > 1:
-        made.add_row("combine", "per_node", *["-"] * 5, "not measured")
-    return made
+    return make_table(("operation", "strategy", *timed, ""), found.cells(), left=(0, 1, 7))
 
 
 def profile_on_rank(context: RankContext, **options: Any) -> Profile:

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
-Choice = TypeVar("Choice", bound=Enum)
-
-
-class Device(str, Enum):
-    """Where ranks run."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Dtype(str, Enum):
-    """Dtype of a layer's parameters and payloads."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
+DTYPES = ("bf16", "fp16", "fp32")
 
 
 def _whole(option: str, least: int, most: int | None = None) -> Callable[[Any], int]:
@@ -72,23 +56,15 @@ def _number(
     return read
 
 
-def _choice(option: str, known: type[Choice]) -> Callable[[Any], Choice]:
+def _choice(option: str, known: Sequence[str]) -> Callable[[Any], str]:
     """What reads the value of an option that is one of a few names."""
 
-    def read(given: Any) -> Choice:
-        if isinstance(given, known):
-            return given
-        names = [each.value for each in known]
-        if given not in names:
-            raise typer.BadParameter(f"is {given}, expected one of {', '.join(names)}", param_hint=option)
-        return known(given)
+    def read(given: Any) -> str:
+        if given not in known:
+            raise typer.BadParameter(f"is {given}, expected one of {', '.join(known)}", param_hint=option)
+        return str(given)
 
     return read
-
-
-def _names_of(known: type[Enum]) -> str:
-    """The names that an option takes, for help."""
-    return "|".join(each.value for each in known)
 
 
 def whole_option(name: str, about: str, least: int = 1, most: int | None = None) -> Any:
@@ -101,9 +77,9 @@ def number_option(name: str, about: str, **limits: float) -> Any:
     return typer.Option(name, parser=_number(name, **limits), metavar="X", help=about)
 
 
-def choice_option(name: str, known: type[Enum], about: str) -> Any:
+def choice_option(name: str, known: Sequence[str], about: str) -> Any:
     """An option that is one of a few names."""
-    return typer.Option(name, parser=_choice(name, known), metavar=_names_of(known), help=about)
+    return typer.Option(name, parser=_choice(name, known), metavar="|".join(known), help=about)
 
 
 def text_option(name: str, metavar: str, about: str) -> Any:
@@ -142,7 +118,7 @@ Ranks = Annotated[
     whole_option("--ranks", "Number of ranks. Default: all GPUs if there are two or more, else 4 CPU processes."),
 ]
 OnDevice = Annotated[
-    Device | None, choice_option("--device", Device, "cpu: processes over gloo. cuda: one GPU each, over NCCL.")
+    str | None, choice_option("--device", ("cpu", "cuda"), "cpu: processes over gloo. cuda: one GPU each, over NCCL.")
 ]
 RanksPerNode = Annotated[
     int | None, whole_option("--ranks-per-node", "Take the ranks for nodes of so many, to try what runs between them.")
@@ -201,7 +177,7 @@ def require_nodes(ranks_per_node: int | None, num_ranks: int) -> None:
         raise typer.BadParameter(said, param_hint="--ranks-per-node")
 
 
-def pick_ranks(ranks: int | None, device: Device | None, least: int) -> tuple[int, str]:
+def pick_ranks(ranks: int | None, device: str | None, least: int) -> tuple[int, str]:
     """Number of ranks and their device, from the options and from what the machine has.
 
     Raises:
@@ -213,7 +189,7 @@ def pick_ranks(ranks: int | None, device: Device | None, least: int) -> tuple[in
     from tokenloom.bench.tables import counted
     from tokenloom.runtime.processes import default_ranks
 
-    default, where = default_ranks(device.value if device else None)
+    default, where = default_ranks(device)
     count = default if ranks is None else ranks
     if where == "cuda" and default < least:
         said = f"is cuda, which needs {counted(least, 'GPU')} or more, but there {are(default)}; pass --device cpu"

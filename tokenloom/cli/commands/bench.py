@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -43,11 +42,8 @@ from tokenloom.cli.terminal import FAILED, console
 MEGA_TOKENS = "8,16,32,64,128,256,512,1024,2048,4096,8192"
 
 
-class TrainDtype(str, Enum):
-    """Dtypes that the check has limits for."""
-
-    bf16 = "bf16"
-    fp32 = "fp32"
+TRAIN_DTYPES = ("bf16", "fp32")
+"""Dtypes that the check has limits for."""
 
 
 def comm(
@@ -222,7 +218,7 @@ def train(
     ] = None,
     ranks: Ranks = None,
     device: OnDevice = None,
-    dtype: Annotated[TrainDtype, choice_option("--dtype", TrainDtype, "Dtype of the layer.")] = TrainDtype.bf16,
+    dtype: Annotated[str, choice_option("--dtype", TRAIN_DTYPES, "Dtype of the layer.")] = "bf16",
     skew: Skew = 0.0,
     strategy: Annotated[
         str | None,
@@ -270,7 +266,7 @@ def train(
     num_ranks, where = pick_ranks(ranks, device, least=1)
     samples = iterations or DEFAULT_ITERATIONS[where]
     shape = TrainShape(first if thiek else first * num_ranks, *rest)
-    how = TrainOptions(dtype.value, skew, by_hand, overlap, redispatch_in_backward, pool_rows, check, samples)
+    how = TrainOptions(dtype, skew, by_hand, overlap, redispatch_in_backward, pool_rows, check, samples)
     passed = run_train(Run(console(), num_ranks, where, sys.argv[1:], json_file), shape, how)
     if not passed:
         raise typer.Exit(FAILED)

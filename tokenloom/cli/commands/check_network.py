@@ -55,7 +55,7 @@ def check_network(
             said = f"is {ranks}, but torchrun has started the ranks; leave it out"
             raise typer.BadParameter(said, param_hint="--ranks")
         unknown = Run(console(), 0, "", sys.argv[1:], json_file)
-        passed = run_launched(unknown, device.value if device else None, options, constants_file)
+        passed = run_launched(unknown, device, options, constants_file)
     else:
         num_ranks, where = pick_ranks(ranks, device, least=2)
         require_nodes(ranks_per_node, num_ranks)

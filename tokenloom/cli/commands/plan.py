@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -33,13 +32,6 @@ MOST_MIB = 2**30
 """Far more than a GPU has."""
 
 
-class RowDtype(str, Enum):
-    """Dtype of dispatched rows."""
-
-    fp8 = "fp8"
-    bf16 = "bf16"
-
-
 def plan(
     nodes: Annotated[int | None, whole_option("--nodes", "Show this many nodes in detail, too.")] = None,
     ranks_per_node: Annotated[int, whole_option("--ranks-per-node", "GPUs of a node, each with its NIC.")] = 8,
@@ -48,8 +40,8 @@ def plan(
     num_experts: NumExperts = 256,
     top_k: AnyTopK = None,
     dtype: Annotated[
-        RowDtype, choice_option("--dtype", RowDtype, "Dtype of dispatched rows; combined rows are BF16.")
-    ] = RowDtype.fp8,
+        str, choice_option("--dtype", ("fp8", "bf16"), "Dtype of dispatched rows; combined rows are BF16.")
+    ] = "fp8",
     node_limit: Annotated[
         int | None, whole_option("--node-limit", "Most nodes that the router lets a token choose. Default: no limit.")
     ] = None,
@@ -109,7 +101,7 @@ def plan(
     top_k = routing[0].shape[1] if routing else top_k or DEFAULT_TOP_K
     run_plan(
         console(),
-        Problem(hidden, num_experts, top_k, dtype.value, ranks_per_node, node_limit),
+        Problem(hidden, num_experts, top_k, dtype, ranks_per_node, node_limit),
         numbers("--tokens", tokens) or DEFAULT_TOKENS,
         constants,
         num_nodes=nodes,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tokenloom.cli.options import (
-    Dtype,
+    DTYPES,
     Hidden,
     Intermediate,
     JsonFile,
@@ -34,7 +34,7 @@ def tune(
     intermediate: Intermediate,
     num_experts: NumExperts,
     top_k: TopK,
-    dtype: Annotated[Dtype, choice_option("--dtype", Dtype, "Dtype of the layer's parameters.")] = Dtype.bf16,
+    dtype: Annotated[str, choice_option("--dtype", DTYPES, "Dtype of the layer's parameters.")] = "bf16",
     ranks: Ranks = None,
     skew: Skew = 0.0,
     backend: Annotated[
@@ -57,7 +57,7 @@ def tune(
         Run(console(), num_ranks, where, sys.argv[1:], json_file),
         Shape(tokens, hidden, top_k, num_experts),
         intermediate=intermediate,
-        dtype=dtype.value,
+        dtype=dtype,
         skew=skew,
         backend=backend,
         iterations=iterations,
