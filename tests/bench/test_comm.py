@@ -20,7 +20,6 @@ from tokenloom.bench.comm import CallMaker
 from tokenloom.bench.comm_work import OPERATIONS, Series, Who
 from tokenloom.bench.rivals import deep_ep
 from tokenloom.bench.workload import Operation, Shape, make_inputs
-from tokenloom.errors import BackendUnavailable, InvalidArgument
 from tokenloom.plan import LAYOUTS, Plan
 from tokenloom.runtime.processes import RankContext, RankPool
 
@@ -285,35 +284,3 @@ def test_only_keeps_rows_by_their_names() -> None:
     )
     odd, _ = comm_work.plan_series([Shape(8, 200, 2, 8)], 2, "cpu", only=["bf16"])
     assert odd, "a hidden size that FP8 does not take is fine where no row is FP8"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "said"),
-    [
-        (
-            {"only": ["nvlink"]},
-            InvalidArgument,
-            "only is 'nvlink', expected a part of a row's name, such as dispatch/",
-        ),
-        (
-            {"wanted": ["nvlink"]},
-            BackendUnavailable,
-            "nothing to measure, because nvlink is not measured: it needs a GPU",
-        ),
-        ({"num_sms": [8, 33]}, InvalidArgument, "num_sms is 33, expected 1 to 32"),
-        ({"shapes": [Shape(8, 200, 2, 8)]}, InvalidArgument, "hidden is 200, expected a multiple of 128 for FP8"),
-        ({"shapes": [Shape(8, 256, 9, 8)]}, InvalidArgument, "top_k is 9, expected at most 8"),
-        ({"timings": ["wall", "graph"]}, InvalidArgument, "timing is 'graph', expected wall or eager on cpu"),
-        (
-            {"timings": ["eager"], "beside_us": 50.0},
-            InvalidArgument,
-            "timing is 'eager', expected wall for halves on cpu",
-        ),
-        ({"shapes": [Shape(8, 256, 2, 7)]}, InvalidArgument, "num_experts is 7, expected a multiple of the 2 ranks"),
-    ],
-)
-def test_what_cannot_be_measured_is_said(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
-    """The reason comes before any rank is started."""
-    with pytest.raises(error) as raised:
-        comm_work.plan_series(**{"shapes": [SHAPE], "num_ranks": 2, "device": "cpu"} | arguments)
-    assert said in str(raised.value)

@@ -13,6 +13,7 @@ import torch
 
 from tests.bench.fake_deep_ep import SHAPE, fake_deep_ep
 from tests.conftest import Ranks
+from tests.support.on_ranks import on_ranks
 from tokenloom.bench import clock, comm, comm_work
 from tokenloom.bench.comm import CallMaker, Gemm
 from tokenloom.bench.comm_work import OPERATIONS, Series
@@ -156,7 +157,10 @@ def test_calls_and_graphs_on_gpus(ranks: Ranks, backend: str, beside_us: float |
     assert_plausible(planned, ranks.run(measured_on_rank, planned))
 
 
-def replays_on_rank(context: RankContext) -> None:
+@pytest.mark.parametrize("backend", ["nvlink"])
+@on_ranks
+def test_a_replay_does_the_work(context: RankContext, backend: str) -> None:
+    """What is timed really dispatches: rows that were wiped before the replay are there after it."""
     with ExitStack() as stack, torch.no_grad():
         given = make_inputs(context, SHAPE)
         maker = CallMaker(context, given, stack)
@@ -187,12 +191,6 @@ def replays_on_rank(context: RankContext) -> None:
                 assert torch.equal(last.tokens[:rows_here], want_rows[:rows_here])
             if layout == "expert":
                 assert rows_here <= given.expert_rows == len(last.tokens)
-
-
-@pytest.mark.parametrize("backend", ["nvlink"])
-def test_a_replay_does_the_work(ranks: Ranks, backend: str) -> None:
-    """What is timed really dispatches: rows that were wiped before the replay are there after it."""
-    ranks.run(replays_on_rank)
 
 
 def deep_ep_on_rank(context: RankContext) -> tuple[list[Any], list[int]]:

@@ -30,6 +30,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--only", "dispatch/collective,"], "expected no empty part"),
         (["--only", "no/such"], "--only is 'no/such', expected a part of a row's name"),
         (["--top-k", "9", "--num-experts", "8"], "--top-k is 9, expected at most 8"),
+        (["--hidden", "200"], "--hidden is 200, expected a multiple of 128 for FP8 rows; leave them out"),
         (["--backends", "nvlink"], "nothing to measure, because nvlink"),
     ],
     "bench mega": [
