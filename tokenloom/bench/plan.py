@@ -75,10 +75,9 @@ class Problem:
                     break  # nodes hold fewer experts the more of them there are
         return found
 
-    @property
-    def was_published(self) -> bool:
-        """Whether published figures are of these sizes."""
-        return (self.hidden, self.top_k, self.ranks_per_node) == (HIDDEN, TOP_K, RANKS_PER_NODE)
+    def dtype_of(self, operation: str) -> str:
+        """Dtype of the rows of one of OPERATIONS."""
+        return self.dtype if operation == "dispatch" else COMBINED_DTYPE
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def make_rows(
     regime = regime_of(num_tokens)
     rows = []
     for operation in OPERATIONS:
-        dtype = problem.dtype if operation == "dispatch" else COMBINED_DTYPE
+        dtype = problem.dtype_of(operation)
         figures = published(problem, cluster, operation, num_tokens) if counts is None else []
         for row_per in ROWS_PER:
             load = expected(cluster, row_per, num_tokens) if counts is None else counts[row_per].load
@@ -184,10 +183,7 @@ def make_rows(
 
 def published(problem: Problem, cluster: Cluster, operation: str, num_tokens: int) -> list[Figure]:
     """Figures of other systems for a call, the fastest first."""
-    if not problem.was_published:
-        return []
-    dtype = problem.dtype if operation == "dispatch" else COMBINED_DTYPE
-    return figures_for(cluster, regime_of(num_tokens), operation, dtype, num_tokens)
+    return figures_for(cluster, operation, problem.dtype_of(operation), num_tokens, problem.hidden)
 
 
 def extrapolation(rows: Iterable[PlanRow]) -> str:

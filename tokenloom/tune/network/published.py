@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenloom.tune.network.constants import FITTED
-from tokenloom.tune.network.cost import Cost, cost, puts_of, row_bytes
+from tokenloom.tune.network.cost import Cost, cost, puts_of, regime_of, row_bytes
 from tokenloom.tune.network.traffic import Cluster, expected
 
 HIDDEN, TOP_K, RANKS_PER_NODE = 7168, 8, 8
@@ -141,9 +141,11 @@ FIGURES = tuple(Figure(series, num_ranks) for series in SERIES for num_ranks in 
 SOURCES = {series.system: series.source for series in SERIES}
 
 
-def figures_for(cluster: Cluster, regime: str, operation: str, dtype: str, num_tokens: int) -> list[Figure]:
+def figures_for(cluster: Cluster, operation: str, dtype: str, num_tokens: int, hidden: int) -> list[Figure]:
     """Published figures of calls with these sizes, the fastest first; none where tokens chose among fewer nodes."""
-    wanted = (regime, operation, dtype, num_tokens)
+    if (hidden, cluster.top_k, cluster.ranks_per_node) != (HIDDEN, TOP_K, RANKS_PER_NODE):
+        return []
+    wanted = (regime_of(num_tokens), operation, dtype, num_tokens)
     found = [
         each
         for each in FIGURES
