@@ -333,10 +333,10 @@ def session_members(session: int) -> list[int]:
 
 def test_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are refused before anything is measured, and nothing is left behind."""
-    options.require_writable("--json", tmp_path / "new.json")
+    options.new_file("--json")(tmp_path / "new.json")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "old.json").write_text("kept")
-    options.require_writable("--json", tmp_path / "old.json")
+    options.new_file("--json")(tmp_path / "old.json")
     assert (tmp_path / "old.json").read_text() == "kept"
 
     def opened(file: Path, mode: str) -> io.StringIO:
@@ -344,7 +344,7 @@ def test_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", opened)  # another rank has checked the file, and deleted it, at the same time
-        options.require_writable("--json", tmp_path / "new.json")
+        options.new_file("--json")(tmp_path / "new.json")
     for file, said in ((tmp_path / "none" / "x.json", "there is no folder"), (tmp_path, "cannot be written")):
         with pytest.raises(typer.BadParameter, match=said):
-            options.require_writable("--json", file)
+            options.new_file("--json")(file)

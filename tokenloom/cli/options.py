@@ -67,6 +67,40 @@ def _choice(option: str, known: Sequence[str]) -> Callable[[Any], str]:
     return read
 
 
+def _existing_file(option: str) -> Callable[[Any], Path]:
+    """What reads the name of a file that is there."""
+
+    def read(given: Any) -> Path:
+        if not Path(given).is_file():
+            raise typer.BadParameter(f"is {given}, but there is no such file; pass one that exists", param_hint=option)
+        return Path(given)
+
+    return read
+
+
+def new_file(option: str, suffix: str = "") -> Callable[[Any], Path]:
+    """What reads the name of a file to write, so that it does not fail after minutes of measuring."""
+
+    def read(given: Any) -> Path:
+        file = Path(given)
+        if not file.absolute().parent.is_dir():
+            said = f"is {file}, but there is no folder {file.absolute().parent}; make it first"
+            raise typer.BadParameter(said, param_hint=option)
+        if suffix and file.suffix != suffix:
+            raise typer.BadParameter(f"is {file}, expected a name that ends in {suffix}", param_hint=option)
+        existed = file.exists()
+        try:
+            file.open("a").close()
+        except OSError as error:
+            said = f"is {file}, which cannot be written ({error.strerror}); pass another file"
+            raise typer.BadParameter(said, param_hint=option) from error
+        if not existed:
+            file.unlink(missing_ok=True)  # another process may check the same file
+        return file
+
+    return read
+
+
 def whole_option(name: str, about: str, least: int = 1, most: int | None = None) -> Any:
     """An option that is a whole number."""
     return typer.Option(name, parser=_whole(name, least, most), metavar="N", help=about)
@@ -87,9 +121,14 @@ def text_option(name: str, metavar: str, about: str) -> Any:
     return typer.Option(name, metavar=metavar, help=about)
 
 
-def file_option(name: str, about: str) -> Any:
-    """An option that is a file. Commands check it by :func:`require_writable` or :func:`require_readable`."""
-    return typer.Option(name, metavar="FILE", help=about)
+def existing_file_option(name: str, about: str) -> Any:
+    """An option that is a file to read."""
+    return typer.Option(name, parser=_existing_file(name), metavar="FILE", help=about)
+
+
+def new_file_option(name: str, about: str, suffix: str = "") -> Any:
+    """An option that is a file to write."""
+    return typer.Option(name, parser=new_file(name, suffix), metavar="FILE", help=about)
 
 
 _TOKENS = whole_option("--tokens", "Tokens of every rank.")
@@ -124,8 +163,8 @@ RanksPerNode = Annotated[
     int | None, whole_option("--ranks-per-node", "Take the ranks for nodes of so many, to try what runs between them.")
 ]
 Skew = Annotated[float, number_option("--skew", "Exponent of Zipf's law for experts; 0: all alike.", least=0)]
-JsonFile = Annotated[Path | None, file_option("--json", "Also write the rows, with their setup, to this file.")]
-PlotFile = Annotated[Path | None, file_option("--plot", "Also draw the rows to this PNG file.")]
+JsonFile = Annotated[Path | None, new_file_option("--json", "Also write the rows, with their setup, to this file.")]
+PlotFile = Annotated[Path | None, new_file_option("--plot", "Also draw the rows to this PNG file.", ".png")]
 
 
 def require_known(option: str, given: Sequence[str], known: Sequence[str]) -> None:
@@ -134,31 +173,6 @@ def require_known(option: str, given: Sequence[str], known: Sequence[str]) -> No
     if unknown:
         names = ", ".join(map(repr, unknown))
         raise typer.BadParameter(f"is {names}, expected one of {', '.join(known)}", param_hint=option)
-
-
-def require_readable(option: str, file: Path | None) -> None:
-    """Refuse a file that is not there."""
-    if file is not None and not file.is_file():
-        raise typer.BadParameter(f"is {file}, but there is no such file; pass one that exists", param_hint=option)
-
-
-def require_writable(option: str, file: Path | None, suffix: str = "") -> None:
-    """Refuse a file that could not be written after minutes of measuring."""
-    if file is None:
-        return
-    if not file.absolute().parent.is_dir():
-        said = f"is {file}, but there is no folder {file.absolute().parent}; make it first"
-        raise typer.BadParameter(said, param_hint=option)
-    if suffix and file.suffix != suffix:
-        raise typer.BadParameter(f"is {file}, expected a name that ends in {suffix}", param_hint=option)
-    existed = file.exists()
-    try:
-        file.open("a").close()
-    except OSError as error:
-        said = f"is {file}, which cannot be written ({error.strerror}); pass another file"
-        raise typer.BadParameter(said, param_hint=option) from error
-    if not existed:
-        file.unlink(missing_ok=True)  # another process may check the same file
 
 
 def numbers(option: str, text: str | None) -> list[int]:

@@ -27,13 +27,12 @@ from tokenloom.cli.options import (
     TopK,
     are,
     choice_option,
-    file_option,
+    new_file_option,
     number_option,
     numbers,
     pick_ranks,
     require_known,
     require_nodes,
-    require_writable,
     text_option,
     whole_option,
 )
@@ -132,8 +131,6 @@ def comm(
         raise typer.BadParameter(said, param_hint="--beside-us")
     require_known("--case", names, [each.name for each in comm_work.CASES])
     require_known("--backends", contestants, comm_work.names())
-    require_writable("--plot", plot_file, ".png")
-    require_writable("--json", json_file)
     counts, sms = numbers("--tokens", tokens), numbers("--num-sms", num_sms)
     num_ranks, where = pick_ranks(ranks, device, least=1)
     require_nodes(ranks_per_node, num_ranks)
@@ -175,14 +172,11 @@ def mega(
     plot_file: PlotFile = None,
     trace_file: Annotated[
         Path | None,
-        file_option("--trace", "Also write the times of blocks and roles in a call to this file, for Perfetto."),
+        new_file_option("--trace", "Also write the times of blocks and roles in a call to this file, for Perfetto."),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Measure MegaMoE, the FP8 layer for inference, and its stages, on Hopper GPUs."""
-    require_writable("--plot", plot_file, ".png")
-    require_writable("--trace", trace_file)
-    require_writable("--json", json_file)
     counts = numbers("--tokens", tokens)
     from tokenloom.bench.mega import OTHERS, load, run_mega
     from tokenloom.bench.mega_work import MegaShape
@@ -245,7 +239,6 @@ def train(
     json_file: JsonFile = None,
 ) -> None:
     """Check a training step of ExpertParallelMoE, and measure it beside torch alone and beside no network."""
-    require_writable("--json", json_file)
     by_name = {
         "--tokens": tokens,
         "--hidden": hidden,

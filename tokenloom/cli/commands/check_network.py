@@ -13,11 +13,10 @@ from tokenloom.cli.options import (
     OnDevice,
     Ranks,
     RanksPerNode,
-    file_option,
+    new_file_option,
     number_option,
     pick_ranks,
     require_nodes,
-    require_writable,
     whole_option,
 )
 from tokenloom.cli.terminal import FAILED, console
@@ -39,13 +38,11 @@ def check_network(
     seed: Annotated[int, whole_option("--seed", "Seed of routing and of those times.", 0, MOST_SEED)] = 1,
     constants_file: Annotated[
         Path | None,
-        file_option("--constants", "Write the measured constants to this file, for tokenloom plan --constants."),
+        new_file_option("--constants", "Write the measured constants to this file, for tokenloom plan --constants."),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Check bits, order and speed of everything between ranks, on ranks of its own or under torchrun."""
-    require_writable("--constants", constants_file)
-    require_writable("--json", json_file)
     from tokenloom.bench.network.check import Options, by_torchrun, run_launched, run_on_own_ranks
     from tokenloom.bench.setup import Run
 

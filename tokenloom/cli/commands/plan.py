@@ -17,11 +17,9 @@ from tokenloom.cli.options import (
     PlotFile,
     TokensList,
     choice_option,
-    file_option,
+    existing_file_option,
     number_option,
     numbers,
-    require_readable,
-    require_writable,
     whole_option,
 )
 from tokenloom.cli.terminal import console
@@ -62,10 +60,10 @@ def plan(
         number_option("--put-us", "Time of a put: about 0.5 if a thread of the host makes them. Default: 0.", least=0),
     ] = None,
     constants_file: Annotated[
-        Path | None, file_option("--constants", "Read the constants of a cluster from this file.")
+        Path | None, existing_file_option("--constants", "Read the constants of a cluster from this file.")
     ] = None,
     routing_file: Annotated[
-        Path | None, file_option("--routing", "Count the rows of measured topk_ids [W, T, K], .npy or .pt.")
+        Path | None, existing_file_option("--routing", "Count the rows of measured topk_ids [W, T, K], .npy or .pt.")
     ] = None,
     budget: Annotated[
         float | None,
@@ -80,10 +78,6 @@ def plan(
     json_file: JsonFile = None,
 ) -> None:
     """Model what dispatch and combine take between nodes, from 8 to 2048 ranks, beside published figures."""
-    require_readable("--constants", constants_file)
-    require_readable("--routing", routing_file)
-    require_writable("--plot", plot_file, ".png")
-    require_writable("--json", json_file)
     rates = {"--nic-gbytes-per-s": nic_gbytes_per_s, "--nvlink-gbytes-per-s": nvlink_gbytes_per_s, "--put-us": put_us}
     _require_alone("--constants", constants_file, rates)
     in_routing = {"--nodes": nodes, "--tokens": tokens, "--top-k": top_k, "--node-limit": node_limit}
