@@ -59,6 +59,11 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--thiek", "96,32,24,24,3", "--hidden", "64", "--top-k", "3"], "leave out --hidden, --top-k"),
         (["--tokens", "0", "--hidden", "32"], "--tokens"),
     ],
+    "tune --tokens 64 --hidden 64 --intermediate 64 --num-experts 8 --top-k 2 --device cpu": [
+        (["--ranks", "3"], "--num-experts is 8, expected a multiple of the 3 ranks"),
+        (["--backend", "pigeon"], "--backend"),
+        (["--dtype", "fp8"], "--dtype"),
+    ],
     "check-network --device cpu": [
         (["--ranks", "4", "--ranks-per-node", "3"], "--ranks-per-node"),
         (["--timeout-s", "0"], "--timeout-s"),

@@ -508,21 +508,3 @@ def test_a_choice_that_cannot_be_kept(
     assert done.exit_code == 1
     assert "winner" in done.stdout
     assert f"could not be kept: {tmp_path / 'file'} cannot be written" in " ".join(done.output.split())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--ranks", "3"], 2, "--num-experts is 8, expected a multiple of the 3 ranks"),
-        (["--top-k", "9"], 2, "--top-k is 9, expected at most 8"),
-        (["--backend", "nvlink"], 1, "nvlink does not work"),
-        (["--backend", "pigeon"], 2, "--backend"),
-        (["--dtype", "fp8"], 2, "--dtype"),
-    ],
-)
-def test_what_the_command_refuses(arguments: list[str], code: int, said: str, folder: Path) -> None:
-    """It does so before any rank is started, in a line of its own."""
-    done = tune_command(*arguments)
-    assert done.exit_code == code
-    assert said in done.output
-    assert "Traceback" not in done.output
