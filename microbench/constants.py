@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 from tokenloom.backends.peers.buffers import is_eager
-from tokenloom.bench.comm_calls import CallMaker, make_sampler
+from tokenloom.bench.comm import CallMaker, make_sampler
 from tokenloom.bench.comm_work import Series, plan_series, shapes_for
 from tokenloom.bench.harness import Sample, of_the_slowest
 from tokenloom.bench.workload import make_inputs

@@ -234,7 +234,7 @@ COMMANDS = (
       "tests/cli/test_usage.py"),
     M("cases-that-there-are-not", "a command is asked for a case that there is not, and fails in the middle",
       "cli.options:require_known", "[name for name in given if name not in known]", "[]",
-      "tests/cli/test_cli.py::test_bad_options_are_named[arguments7---case]"),
+      "tests/cli/test_usage.py::test_as_a_process"),
     M("kernels-for-any-row", "kernels are compiled for rows that nobody can move", "cli.kernel_cache:variants",
       "not dtypes", "False", "tests/cli/test_cache.py::test_impossible_shapes_are_refused"),
     M("constants-of-another-format", "a file of constants of another format is read",

@@ -18,10 +18,7 @@ class Finding:
     """One verdict, the same on all ranks.
 
     Attributes:
-        part: one of PARTS.
         group: what it is shown with, on one line as long as all of the group passed.
-        what: what was checked.
-        passed: the verdict.
         details: why it failed, naming the ranks at fault; else what there is to say.
         numbers: what was measured; names end in the unit.
     """
@@ -57,7 +54,6 @@ def merge(part: str, by_rank: Sequence[Mapping[tuple[str, str], Seen]]) -> list[
     that compares nothing would pass whatever happens.
 
     Args:
-        part: of the findings.
         by_rank: of each rank, by group and name of the check.
     """
     findings = []

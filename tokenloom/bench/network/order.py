@@ -33,7 +33,6 @@ class Batch:
 
     Attributes:
         xs: float32 [T, H], small integers, which sums keep exactly.
-        ids: int64 [T, K].
     """
 
     xs: list[torch.Tensor]
@@ -83,7 +82,6 @@ class Stress:
     """The rounds of one communicator on this rank.
 
     Args:
-        comm: the communicator.
         seed: of what is sent and of the waits.
     """
 

@@ -38,12 +38,7 @@ def default_sms() -> int:
 
 
 class DeepEp:
-    """The ``Buffer`` of deep_ep in its normal mode within a host. Making one is collective.
-
-    Args:
-        group: all ranks, on one host.
-        plan: sizes.
-    """
+    """The ``Buffer`` of deep_ep in its normal mode within a host. Making one is collective."""
 
     def __init__(self, group: dist.ProcessGroup, plan: Plan) -> None:
         module = importlib.import_module(NAME)
