@@ -126,6 +126,10 @@ UNUSUAL: dict[str, tuple[Callable[[Calls], dict[str, Any]], type[Exception] | No
     "a list of layouts": (lambda calls: {"layout": ["token"]}, InvalidArgument),
     "copies": (lambda calls: {"copy": True}, None),
     "another capacity": (lambda calls: {"sizes": "bounded", "capacity": 9}, None),
+    "a count of 64 bits": (
+        lambda calls: {"out": tl.DispatchOut(num_rows=torch.empty((), dtype=INT64))},
+        tl.DtypeMismatch,
+    ),
 }
 
 
@@ -158,6 +162,7 @@ def clear_records(stand_ins: StandIns) -> None:
 BAD_ROWS: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "fewer rows": lambda y: {"y": y[:-1]},
     "a list": lambda y: {"y": y.tolist()},
+    "a short result": lambda y: {"out": torch.empty(4, HIDDEN, dtype=BF16)},
     "another mode": lambda y: {"mode": "per_route"},
     "weights": lambda y: {"weighted": True},
     "no dispatch": lambda y: {"routed": None},
