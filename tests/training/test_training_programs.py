@@ -217,8 +217,11 @@ def test_losses_of_the_router_are_those_of_a_micro_batch(ranks: Ranks) -> None:
 # -- losses --------------------------------------------------------------------------------------------------
 
 
-def use_one_result(context: RankContext, left_out: str) -> None:
-    """The last rank leaves one of the results out of its loss, as one without tokens may."""
+@on_ranks("several_ranks")
+@pytest.mark.parametrize("left_out", ["out", "aux_loss"])
+def test_a_loss_of_one_result_on_one_rank(context: RankContext, left_out: str) -> None:
+    """The last rank leaves one of the results out of its loss, as one without tokens may. Its backward takes part in
+    both gradients; else a sum over ranks would pair with another one, in silence."""
     case, last = replace(LayerCase(), router_grad="sum"), context.num_ranks - 1
     layer = make_layer(case, context.group)
     (xs, factors), share = make_inputs(case, context.num_ranks), last / context.num_ranks
@@ -236,14 +239,6 @@ def use_one_result(context: RankContext, left_out: str) -> None:
     torch.stack(list(losses.values())).sum().backward()
     for name in ("router_weight", "shared_w1"):
         assert_near(layer.get_parameter(name).grad, want.grads[name], case.dtype, f"gradient of {name}")
-
-
-@pytest.mark.parametrize("left_out", ["out", "aux_loss"])
-def test_a_loss_of_one_result_on_one_rank(ranks: Ranks, left_out: str) -> None:
-    """Its backward takes part in both gradients; else a sum over ranks would pair with another one, in silence."""
-    if ranks.num_ranks == 1:
-        pytest.skip("it has no others")
-    ranks.run(use_one_result, left_out)
 
 
 # -- FSDP2 --------------------------------------------------------------------------------------------------
