@@ -344,7 +344,7 @@ def make_row(
 
 
 def kind_of(row: Row) -> str:
-    """What the row is of: "calls", "eager" pairs with the host's time, or "halves" around a GEMM."""
+    """Kind of the row: "calls", "eager" pairs with the host's time, or "halves" around a GEMM."""
     if "work" in row.parts_us:
         return "halves"
     return "eager" if "host_dispatch" in row.parts_us else "calls"

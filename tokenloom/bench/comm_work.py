@@ -1,4 +1,4 @@
-"""What ``tokenloom bench comm`` measures: named shapes, operations, a series for each row, and the bytes that move."""
+"""Work of ``tokenloom bench comm``: named shapes, operations, a series for each row, and the bytes that move."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def label(name: str) -> str:
 
 
 def named(series: Series, num_ranks: int) -> str:
-    """What ``--only`` looks for parts of: the name of a row, and its label."""
+    """Text in which ``--only`` looks for parts: the name of a row, and its label."""
     return f"{(name := series.name(num_ranks))} {label(name)}"
 
 

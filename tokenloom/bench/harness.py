@@ -20,7 +20,7 @@ Sample = dict[str, float]
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank found of a contestant.
+    """Samples of a contestant on one rank.
 
     Attributes:
         samples: microseconds by what was timed, one value for each sample, which all ranks take together.

@@ -33,7 +33,7 @@ from tokenloom.runtime.processes import RankContext
 
 OURS = "tokenloom"
 INPUT = "bfloat16"
-"""What our x is."""
+"""Dtype of our x."""
 CLOCKS = ("graph", "events")
 """A call in a replay, and an eager one. What else is timed of a layer are its stages."""
 NAMED_SIZES = (
@@ -118,7 +118,7 @@ def load(names: Sequence[str], shape: MegaShape) -> dict[str, str | None]:
 
 @dataclass(frozen=True)
 class MegaFound:
-    """What one rank found for one number of tokens.
+    """Results of one rank for one number of tokens.
 
     Attributes:
         layers: everybody by name, OURS first; the difference is by
@@ -140,7 +140,7 @@ def measure_on_rank(
     against: Sequence[str],
     traced: bool = False,
 ) -> list[MegaFound]:
-    """What this rank finds for each number of tokens. Collective.
+    """Measure every number of tokens on this rank. Collective.
 
     Args:
         cold: overwrite L2 before each sample, and let a sample be one call.

@@ -30,7 +30,7 @@ UNTIL = {
     },
     "barrier": {"sent": "tell all ranks", "heard": "wait for all ranks"},
 }
-"""What a block of a kernel that opens a call does until it passes a mark."""
+"""Work of a block until it passes a mark, in kernels that open a call."""
 
 
 class Span(NamedTuple):

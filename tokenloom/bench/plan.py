@@ -37,7 +37,7 @@ CARRIERS = {"gin": "gin", "padded": "collective"}
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned, for any number of nodes.
+    """A layer to plan, for any number of nodes.
 
     Attributes:
         hidden: H.
@@ -225,7 +225,7 @@ def detail_table(rows: Sequence[PlanRow], routing: str) -> Table:
 
 
 def published_table(figures: Iterable[Figure]) -> Table:
-    """What other systems publish for the same calls, beside what the model gives for their protocols."""
+    """Published figures of other systems for the same calls, beside the model of their protocols."""
     headers = ("system", "operation", "a row\nper", "published\nµs", "model of\nit, µs", "model /\npublished")
     cells = [
         (
@@ -280,7 +280,7 @@ def digits(value: float) -> str:
 
 
 def memory_table(cluster: Cluster, hidden: int, num_tokens: int, budget_bytes: float) -> Table:
-    """What each backend holds for bfloat16 tokens, from the sizes that it makes its memory by.
+    """Memory of each backend for bfloat16 tokens, from the sizes that it makes its memory by.
 
     Args:
         num_tokens: max_tokens_per_rank.

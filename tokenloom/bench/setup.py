@@ -28,7 +28,7 @@ ANSWER_LIMIT_S = 10.0
 
 
 def machine(device: str) -> str:
-    """What the ranks run on, for people: the GPU, or the CPU and the cores that this process may use."""
+    """The machine of the ranks, for people: the GPU, or the CPU and the cores that this process may use."""
     name = device_name(torch.device(device))
     if device == "cuda":
         return name
@@ -115,7 +115,7 @@ class Run:
     plot_file: Path | None = None
 
     def setup(self) -> dict[str, Any]:
-        """What :func:`run_setup` says."""
+        """The description that :func:`run_setup` makes."""
         return run_setup(self.device, self.num_ranks, self.command)
 
     def say(self, *lines: str) -> None:

@@ -58,12 +58,12 @@ CHOSEN_BY = {
 OURS, LOCAL, ONE = "ours", "local", "one"
 BASELINES = (LOCAL, ONE)
 PASSES = ("inference", "forward", "backward")
-"""What is timed of everybody: forward without gradients, forward with them, backward."""
+"""Passes that are timed: forward without gradients, forward with them, backward."""
 
 
 @dataclass(frozen=True)
 class TrainFound:
-    """What one rank found.
+    """Results of one rank.
 
     Attributes:
         chosen_by: who chose the strategy, a key of CHOSEN_BY; only rank 0's counts.
@@ -140,7 +140,7 @@ class SavedRow:
 
 
 def measure_on_rank(context: RankContext, shape: TrainShape, options: TrainOptions) -> TrainFound:
-    """What this rank finds. Collective."""
+    """Check and measure on this rank. Collective."""
     plan, dtype = shape.plan(context.num_ranks), DTYPES[options.dtype]
     layer = ExpertParallelMoE(
         context.group,
@@ -377,7 +377,7 @@ class Report:
         return notes
 
     def setup_lines(self, where: str) -> list[str]:
-        """What was measured, and how."""
+        """Lines on the layer and on how it ran."""
         shape, options, first = self._shape, self._options, self._by_rank[0]
         routes = [each.routes for each in self._by_rank]
         return [
@@ -407,7 +407,7 @@ class Report:
         return legends.TRAIN_CHECK.format(limit=LIMITS[dtype], reason=REASONS[dtype], largest=LARGEST_SHARE)
 
     def saved_table(self) -> Table:
-        """What is kept for backward, and the total. Tensors of one name have a line together, as have small ones."""
+        """Tensors kept for backward, and the total. Tensors of one name have a line together, as have small ones."""
         kept = max((each.saved for each in self._by_rank), key=_kept_bytes)
         by_name: dict[str, list[SavedTensor]] = {}
         for each in kept:

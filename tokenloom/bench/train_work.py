@@ -1,4 +1,4 @@
-"""What ``tokenloom bench train`` gives the layer to do, and the dense float32 reference that checks what comes back.
+"""Work of ``tokenloom bench train``, and the dense float32 reference that checks its results.
 
 The reference computes expert by expert, in chunks of tokens, so it needs little memory. It shares nothing with the
 layer but the router's choice of experts. Each rank computes its own tokens with everybody's experts, for outputs and
@@ -119,7 +119,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a layer is given on one rank.
+    """Inputs of a layer on one rank.
 
     Attributes:
         x: [T, H], requires a gradient.

@@ -1,4 +1,4 @@
-"""What measured calls are given: sizes, dtypes by the names that commands take, and tensors."""
+"""Arguments of measured calls: sizes, dtypes by the names that commands take, and tensors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Payload = Literal["bf16", "fp8", "to_fp8"]
 
 @dataclass(frozen=True)
 class Operation:
-    """What is called.
+    """A measured operation.
 
     Attributes:
         name: "dispatch"; "combine", of a dispatch made before; or "dispatch+combine", one after the other.

@@ -1,4 +1,4 @@
-"""What ``tokenloom doctor`` finds: what this machine has, which backends work here, and why the others do not."""
+"""Examination by ``tokenloom doctor``: the machine, the backends that work here, and why others do not."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def _transports(backend: str) -> dict[str, str | None]:
 
 
 def between_nodes(nccl_library: str, peer_access: list[list[bool]]) -> dict[str, str]:
-    """What there is of each thing that rows need to reach other nodes, or why there is none.
+    """State of each thing that rows need to reach other nodes, or why it is missing.
 
     Args:
         nccl_library: the version of NCCL that torch has loaded, or why there is none.
@@ -245,7 +245,7 @@ def _nodes(peer_access: list[list[bool]]) -> str:
 
 
 def _pretended(num_gpus: int) -> str:
-    """What each ``ranks_per_node`` makes of the ranks of this host."""
+    """Nodes that each ``ranks_per_node`` makes of the ranks of this host."""
     num_ranks, kind = (num_gpus, "GPUs") if num_gpus > 1 else (PROCESSES, "processes")
     return "\n".join(
         f"{each}: {num_ranks} {kind} as {Topology(pretended(num_ranks, each).node_of).describe()}"

@@ -1,4 +1,4 @@
-"""What ``tokenloom cache`` does: shows the compiled kernels on disk, and compiles kernels ahead of time."""
+"""Work of ``tokenloom cache``: shows the compiled kernels on disk, and compiles kernels ahead of time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _QUANTIZED = {1: "fp8", 2: "fp8_power_of_two"}
 
 @dataclass(frozen=True)
 class Built:
-    """What a build did."""
+    """Result of a build."""
 
     compiled: int
     found: int

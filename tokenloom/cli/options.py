@@ -13,7 +13,7 @@ DTYPES = ("bf16", "fp16", "fp32")
 
 
 def _whole(option: str, least: int, most: int | None = None) -> Callable[[Any], int]:
-    """What reads the value of an option that is a whole number."""
+    """Reader of an option that is a whole number."""
     expected = f"expected a whole number of at least {least}"
     if most is not None:
         expected = f"expected a whole number from {least} to {most}"
@@ -33,7 +33,7 @@ def _whole(option: str, least: int, most: int | None = None) -> Callable[[Any], 
 def _number(
     option: str, least: float | None = None, most: float | None = None, above: float | None = None
 ) -> Callable[[Any], float]:
-    """What reads the value of an option that is a finite number.
+    """Reader of an option that is a finite number.
 
     Args:
         above: it takes numbers above this one alone.
@@ -57,7 +57,7 @@ def _number(
 
 
 def _choice(option: str, known: Sequence[str]) -> Callable[[Any], str]:
-    """What reads the value of an option that is one of a few names."""
+    """Reader of an option that is one of a few names."""
 
     def read(given: Any) -> str:
         if given not in known:
@@ -68,7 +68,7 @@ def _choice(option: str, known: Sequence[str]) -> Callable[[Any], str]:
 
 
 def _existing_file(option: str) -> Callable[[Any], Path]:
-    """What reads the name of a file that is there."""
+    """Reader of an option that is a file to read."""
 
     def read(given: Any) -> Path:
         if not Path(given).is_file():
@@ -79,7 +79,7 @@ def _existing_file(option: str) -> Callable[[Any], Path]:
 
 
 def new_file(option: str, suffix: str = "") -> Callable[[Any], Path]:
-    """What reads the name of a file to write, so that it does not fail after minutes of measuring."""
+    """Reader of an option that is a file to write: it must not fail after minutes of measuring."""
 
     def read(given: Any) -> Path:
         file = Path(given)

@@ -66,5 +66,5 @@ def in_options(text: str, group: Any, ctx: Any) -> str:
 
 
 def cured(text: str, group: Any, ctx: Any) -> str:
-    """What an error of ours says of a wrong argument, for the user of a command."""
+    """The message of an error of ours on a wrong argument, for the user of a command."""
     return with_cure(in_options(text, group, ctx), _path(ctx))

@@ -19,14 +19,14 @@ from tokenloom.training.state_dict import gather_state_dict
 
 LAYOUTS = ("token", "expert", "rank")
 PAYLOADS = ("bf16",)
-"""What is checked of all that ``check-network`` checks: kernels compile when they are first needed."""
+"""The part of the checks of ``check-network`` that the demo makes: kernels compile when they are first needed."""
 INTERMEDIATE = 64
 LAYER_TOLERANCE = (HIDDEN + INTERMEDIATE) * 2.0**-24
 """Tolerance of the layer's output, relative to the largest value. Its GEMMs add HIDDEN and INTERMEDIATE terms in an
 order that their library chooses, and every addition may round by 2^-24."""
 
 Pairs = Iterable[tuple[torch.Tensor | None, torch.Tensor | None]]
-"""What came, and what was wanted; a None equals only another None."""
+"""Got and wanted; a None equals only another None."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def check_on_rank(context: RankContext, seed: int, ranks_per_node: int | None = 
 
 
 def _exact(call: str, seen: Seen) -> Compared:
-    """What the check of bits has seen of a call."""
+    """The comparison of a call, from the check of bits."""
     off = float("inf") if seen.fault else 0.0
     return Compared(call, Difference(count=seen.compared, max_diff=off, sum_diff=off), fault=seen.fault)
 

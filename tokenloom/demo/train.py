@@ -21,7 +21,7 @@ from tokenloom.training.shards import local_part
 
 @dataclass(frozen=True)
 class Options:
-    """What is trained.
+    """Sizes and lengths of a training.
 
     Attributes:
         sequences: in the batch of a step, over all ranks; a multiple of the ranks.
@@ -51,7 +51,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one rank knows after the training.
+    """Results of one rank.
 
     Attributes:
         losses: losses of all steps, in nats per byte, over the tokens of all ranks.

@@ -34,8 +34,8 @@ CANDIDATES = (
     *(("dispatch", strategy) for strategy in DISPATCH_STRATEGIES),
     *(("combine", strategy) for strategy in COMBINE_STRATEGIES if strategy != "per_node"),
 )
-"""What is measured. "per_node" is not: it carries the gradient of a layer's dispatch too, whose score would depend on
-it. On one node it is "dedup" by another name."""
+"""Measured strategies. "per_node" is not: it carries the gradient of a layer's dispatch too, whose score would depend
+on it. On one node it is "dedup" by another name."""
 TOKEN_BYTES = ID_BYTES = WEIGHT_BYTES = 4
 """Bytes beside each row of a dispatch: the number of its token, K ids and K weights."""
 

@@ -57,7 +57,7 @@ class Problem:
         return max(1, int(torch.bincount(ids[ids >= 0], minlength=1).max()))
 
     def dispatched(self, layout: str) -> list[reference.Routed]:
-        """What every rank must receive."""
+        """Rows that every rank must receive."""
         capacity = self.slots if layout == "slots" else None
         return reference.dispatch(
             self.plan, self.xs, self.ids, self.weights, layout, scales=self.scales, capacity=capacity

@@ -37,7 +37,7 @@ LIMIT_S = 3600.0
 
 @dataclass(frozen=True)
 class Options:
-    """What the user chose, the same on all ranks.
+    """Choices of the user, the same on all ranks.
 
     Attributes:
         ranks_per_node: as in ``Communicator``.
@@ -55,7 +55,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found, the same on all ranks.
+    """Results, the same on all ranks.
 
     Attributes:
         about: lines on nodes, transport and backend.

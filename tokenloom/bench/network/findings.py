@@ -1,4 +1,4 @@
-"""What checks find: a verdict of all ranks for each thing that was checked, and tables of them."""
+"""Findings of checks: a verdict of all ranks for each thing that was checked, and tables of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of a check.
+    """Result of a check on one rank.
 
     Attributes:
         compared: values that it compared; 0 where it had none.
@@ -137,7 +137,7 @@ def _verdict(good: bool) -> str:
 
 
 def notes(findings: Sequence[Finding], several_nodes: bool) -> Iterator[str]:
-    """What a reader must know beside the tables."""
+    """Lines that a reader needs beside the tables."""
     if not several_nodes:
         yield "All ranks are on one node: there is nothing between nodes, and what is inside was checked."
     kinds = [each.group for each in findings if each.part == "links"]

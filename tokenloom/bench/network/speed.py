@@ -143,7 +143,7 @@ def pattern(sender: int, receiver: int, turn: int, size: int, device: torch.devi
 
 
 def wrong_bytes(came: torch.Tensor, sender: int, receiver: int, turn: int) -> str:
-    """What is wrong with a message, "" if nothing is."""
+    """The fault of a message, "" if it has none."""
     wrong = int((came != pattern(sender, receiver, turn, len(came), came.device)).sum())
     return f"{wrong:,} of {len(came):,} bytes from rank {sender} came wrong to rank {receiver}" if wrong else ""
 
@@ -169,7 +169,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one end saw of a link in one turn.
+    """Result of one end of a link in one turn.
 
     Attributes:
         ping_us: median round trip of 8 bytes; None on the higher rank, which answers.
@@ -280,7 +280,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Speed:
-    """What all turns say of one link.
+    """Result of all turns of one link.
 
     Attributes:
         ping_us: shortest of the medians of all turns.
@@ -328,7 +328,7 @@ def sum_up(turns: Sequence[Mapping[tuple[Link, int], Sample]]) -> list[Speed]:
 
 
 def verdicts(links: Sequence[Speed], device: str) -> dict[Link, str]:
-    """What is wrong with each link, "" if nothing is. Links are compared with those of their kind alone."""
+    """The fault of each link, "" if it has none. Links are compared with those of their kind alone."""
     found = {}
     for each in links:
         alike = [other for other in links if other.link.kind == each.link.kind]
@@ -394,7 +394,7 @@ class Exchange:
         return median(max(turn) for turn in zip(*filter(None, self.times_us), strict=True))
 
     def best_gbytes_per_s(self, ranks: Sequence[int]) -> float:
-        """What each of these ranks sends at least, in the best turn."""
+        """Rate that each of these ranks reaches, in the best turn."""
         us = min(max(turn) for turn in zip(*(self.times_us[rank] for rank in ranks), strict=True))
         return self.num_bytes / us / 1e3
 
@@ -476,7 +476,7 @@ def judged(teams: Sequence[Sequence[int]], name: str, found: Sequence[Exchange])
 
 @dataclass(frozen=True)
 class Points:
-    """What was measured: microseconds of an all-to-all by the bytes that each rank sends, with all rails busy.
+    """Measurements: microseconds of an all-to-all by the bytes that each rank sends, with all rails busy.
 
     Attributes:
         small, large: between nodes, in ascending order: for the regimes of few and of many tokens.

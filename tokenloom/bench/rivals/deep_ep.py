@@ -18,7 +18,7 @@ OPERATIONS = (
     Operation("dispatch", "fp8", "token"),
     Operation("combine", "bf16", "token"),
 )
-"""What the normal mode of its ``Buffer`` has: rows in the order of layout "token", an unweighted sum."""
+"""Operations of the normal mode of its ``Buffer``: rows in the order of layout "token", an unweighted sum."""
 
 
 def why_not(device: str, num_ranks: int) -> str | None:

@@ -12,7 +12,7 @@ from tokenloom.tune.network.traffic import Cluster, Load
 DTYPES = ("fp8", "bf16")
 SCALE_BYTES = 4
 HOP_US = (5.0, 10.0)
-"""What the hop over NVLink adds to a low-latency call with a row per (token, node): a guess, no part of the time."""
+"""Time of the hop over NVLink in a low-latency call with a row per (token, node): a guess, not part of its time."""
 LOW_LATENCY_TOKENS = 512
 """Most tokens of a call that counts as low latency. Public figures are of 128 tokens, and of 4096 and more."""
 TURNS = 2

@@ -78,7 +78,7 @@ class Figure:
 
     @property
     def model(self) -> Cost:
-        """What the model, with the fitted constants, gives for its protocol on its GPUs."""
+        """The model's cost of its protocol on its GPUs, with the fitted constants."""
         of = self.series
         load = expected(self.cluster, of.row_per, of.num_tokens)
         constants = replace(FITTED, nvlink_gbytes_per_s=of.nvlink_gbytes_per_s)
@@ -156,7 +156,7 @@ def figures_for(cluster: Cluster, operation: str, dtype: str, num_tokens: int, h
 
 
 def beyond(cluster: Cluster, regime: str, row_per: str, num_tokens: int, hidden: int) -> tuple[str, ...]:
-    """What lies outside the figures that the constants of a regime were fitted to, so that a time is extrapolated.
+    """Names of sizes outside the figures that the constants of a regime were fitted to: a time is extrapolated there.
 
     Returns:
         any of "ranks", "rows", "tokens", "hidden", "top-k", "ranks a node".

@@ -13,7 +13,7 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.plan import MAX_TOP_K
 
 ROWS_PER = ("node", "rank", "route")
-"""What a token sends a row to, on other nodes: each node that has one of its experts, each such rank, or each route.
+"""Receivers of a token's rows on other nodes: each node that has one of its experts, each such rank, or each route.
 
 Per node, the GPU with the sender's place within its node (the rail) receives the row, and hands it out over NVLink.
 Otherwise rows go straight to their rank, and NVLink only carries those that stay within the node."""
