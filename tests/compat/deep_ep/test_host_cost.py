@@ -165,4 +165,4 @@ def test_way_of_rows_by_expert(stand_ins: StandIns) -> None:
     given: dict[str, Any] = {"hidden": x, "topk_idx": ids, "topk_weights": weights}
     assert way(stand_ins, lambda: hybrid.dispatch_with_permute(**given)) == (157, 30)
     rows, *_, permuted = hybrid.dispatch_with_permute(**given)
-    assert way(stand_ins, lambda: hybrid.combine_with_unpermute(hidden=rows, handle=permuted)) == (52, 22)
+    assert way(stand_ins, lambda: hybrid.combine_with_unpermute(hidden=rows, handle=permuted)) == (52, 23)
