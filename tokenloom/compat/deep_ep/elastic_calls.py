@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,10 +99,7 @@ class ElasticCalls(BufferBase):
         device = checks.device_of(x)
         routing: tuple[Any, ...] = (topk_idx, topk_weights, num_experts, num_max_tokens_per_rank, expert_alignment)
         comm = handle.dispatched.comm if isinstance(handle, EPHandle) else None
-
-        def likely() -> Shape:
-            return checks.likely_shape(x, num_experts, topk_idx, num_sms=most_sms())
-
+        likely = partial(checks.likely_shape, x, num_experts, topk_idx, num_sms=most_sms())
         with self._calls.report_faults_of(device, comm, shape=likely):
             payload = checks.payload_of(x)
             tokens = payload[0] if isinstance(payload, tuple) else payload
@@ -215,10 +213,9 @@ class ElasticCalls(BufferBase):
         ):
             device = checks.device_of(x)
 
-            def likely() -> Shape:
-                return checks.likely_shape(x, num_sms=most_sms())
-
-            with self._calls.report_faults_of(device, None, "combine", shape=likely):
+            with self._calls.report_faults_of(
+                device, None, "combine", shape=partial(checks.likely_shape, x, num_sms=most_sms())
+            ):
                 _require_handle(handle)
             comm, routed = handle.dispatched.comm, handle.dispatched.routed
             with self._calls.report_faults_of(device, comm, "combine"):

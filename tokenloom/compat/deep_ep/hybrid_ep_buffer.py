@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -141,10 +142,7 @@ class HybridEPBuffer(BufferBase):
         comm = handle.dispatched.comm if isinstance(handle, Parts) else None
         local = num_of_experts_per_rank
         experts = self._experts(local) if local is None or isinstance(local, int) else None
-
-        def likely() -> Shape:
-            return checks.likely_shape(hidden, experts, topk_idx)
-
+        likely = partial(checks.likely_shape, hidden, experts, topk_idx)
         with self._calls.report_faults_of(device, comm, shape=likely):
             refuse(**others)
             hidden = hidden.contiguous() if checks.is_dense(hidden) else hidden
@@ -222,7 +220,7 @@ class HybridEPBuffer(BufferBase):
             [N, H] of hidden's dtype; probs float32 [N, E], 0 where there is no route, or None.
         """
         device = checks.device_of(hidden)
-        with self._calls.report_faults_of(device, None, "combine", shape=lambda: checks.likely_shape(hidden)):
+        with self._calls.report_faults_of(device, None, "combine", shape=partial(checks.likely_shape, hidden)):
             _check_handle(handle, pad_multiple)
         dispatched: Dispatched = handle.dispatched
         comm, routed = dispatched.comm, dispatched.routed

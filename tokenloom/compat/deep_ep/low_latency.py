@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,10 +99,7 @@ class LowLatencyMode(BufferBase):
             form = self._form_at_a_glance(x, topk_idx, options)
         if form is None:
             device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-
-            def likely() -> Shape:
-                return checks.likely_shape(x, num_experts, topk_idx, num_sms=most_sms())
-
+            likely = partial(checks.likely_shape, x, num_experts, topk_idx, num_sms=most_sms())
             with self._calls.report_faults_of(device, awaited=False, shape=likely):
                 refuse(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
                 require(
@@ -234,10 +232,7 @@ class LowLatencyMode(BufferBase):
             and self._fits_low_latency_combine(x, topk_idx, topk_weights, handle, out)
         ):
             device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-
-            def likely() -> Shape:
-                return checks.likely_shape(None, num_sms=most_sms())
-
+            likely = checks.likely_shape(None, num_sms=most_sms())
             with self._calls.report_faults_of(device, None, "combine", False, _first_call, likely):
                 if not isinstance(handle, Parts) or len(handle) != PARTS:
                     raise BadCall(f"handle is {a_type(handle)}, expected what low_latency_dispatch returned")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
@@ -184,10 +184,7 @@ class NormalMode(BufferBase):
             sizes = self._sizes_at_a_glance(x, layout, topk_idx, topk_weights, expert_alignment, device)
         if sizes is None:
             experts = num_tokens_per_expert.numel() if checks.is_dense(num_tokens_per_expert) else None
-
-            def likely() -> Shape:
-                return checks.likely_shape(x, experts, topk_idx, self.group_size)
-
+            likely = partial(checks.likely_shape, x, experts, topk_idx, self.group_size)
             with self._calls.report_faults_of(device, shape=likely):
                 self._stream.check(*streams)
                 checks.config(config)
