@@ -32,7 +32,7 @@ from tokenloom.comm import autograd, checks
 from tokenloom.comm.checks import CombineArguments, CombineValues, DispatchArguments, DispatchValues
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, Pending, profiler_range
 from tokenloom.comm.routed import Routed
-from tokenloom.errors import DtypeMismatch, InvalidArgument, NotDifferentiable
+from tokenloom.errors import DtypeMismatch, InvalidArgument, NotDifferentiable, raised_by_all
 from tokenloom.ops import routing
 from tokenloom.plan import ROUTE_LAYOUTS, align_up
 from tokenloom.runtime.torch_modes import PLAIN, as_in_first_half, require_no_tangent, settled
@@ -98,7 +98,7 @@ class Kinds:
 
         Args:
             arguments: options as the caller passed them.
-            mode: the last fields of a :class:`DispatchKind`, from ``x_needs_grad`` on.
+            mode: fields of a :class:`DispatchKind` from ``x_needs_grad`` on.
             x, scales, topk_ids, weights: plain tensors, or None. out: as the caller passed it.
         """
         _, alignment, _, capacity, to_fp8, powers, _, _ = arguments
@@ -724,9 +724,9 @@ def _require_weights_apart(engine: Engine) -> None:
 def _require_same_ranks(routed: Routed, engine: Engine) -> None:
     """Raise where ranks were masked since a dispatch. All ranks do."""
     if routed._handle.masked != engine.masked:
-        error = InvalidArgument("ranks were masked since the dispatch, so rows have other places now; dispatch again")
-        error.known_to_all = True
-        raise error
+        raise raised_by_all(
+            InvalidArgument("ranks were masked since the dispatch, so rows have other places now; dispatch again")
+        )
 
 
 def _read_outcome(engine: Engine) -> None:

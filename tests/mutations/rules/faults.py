@@ -5,7 +5,8 @@ from __future__ import annotations
 from tests.mutations.mutation import M
 
 # fmt: off
-TELL, EXIT = "comm.engine:Engine._tell", "comm.engine:Sequence.__exit__"
+TELL, EXIT = "comm.engine:Engine.report_fault", "comm.engine:Sequence.__exit__"
+RULE = "runtime.telling:Telling.__exit__"
 ENGINE = "tests/comm/test_engine.py::test_"
 
 SEQUENCES = (
@@ -17,9 +18,9 @@ SEQUENCES = (
     M("told-behind-the-fault-of-another",
       "a rank tells its fault though an open call says that another one has failed", TELL, "is_known_to_all(other)",
       "False", f"{ENGINE}another_rank_failed_too"),
-    M("what-all-know-is-told", "a rank tells the others what all of them raise", EXIT, "not is_known_to_all(fault)",
-      "True", f"{ENGINE}what_all_ranks_know_is_not_told"),
-    M("told-by-every-sequence", "each sequence around a fault tells it once more", TELL,
+    M("what-all-know-is-told", "a rank tells the others what all of them raise", RULE,
+      "fault is None or is_known_to_all(fault)", "fault is None", f"{ENGINE}what_all_ranks_know_is_not_told"),
+    M("told-by-every-sequence", "each sequence around a fault tells it once more", RULE,
       "fault.known_to_all = True", "pass", f"{ENGINE}a_fault_is_told_by_the_innermost_alone"),
     M("one-call-is-told", "a backend hears of the next call alone, and not of those behind it", TELL,
       "self._backend.report_fault(fault, sequence.upcoming)",
@@ -119,12 +120,11 @@ ENDINGS = (
       "runtime.rank_group:RankGroup.abort", "self._siblings.part(self.notes, PeerError(self.rank, why))", "pass",
       WITHIN),
     M("known-faults-end-the-group", "an error that all ranks raise ends the group",
-      "runtime.rank_group:RankGroup.telling", "not is_known_to_all(fault)", "True",
-      ENDS),
+      RULE, "fault is None or is_known_to_all(fault)", "fault is None", ENDS),
     M("failed-and-told-again", "a fault that has ended the group is told once more",
-      "runtime.rank_group:RankGroup.telling", "fault.known_to_all = True", "pass", ENDS),
+      RULE, "fault.known_to_all = True", "pass", ENDS),
     M("interrupted-in-an-agreement", "a rank that is interrupted before it agrees tells nobody",
-      "runtime.rendezvous:agree", "ranks.whole.abort(interruption)", "pass",
+      "runtime.rendezvous:agreeing", "Telling(tell, whole.abort)", "Telling(tell, repr)",
       "tests/runtime/test_rendezvous.py::test_an_interrupted_rank_ends_the_group"),
     M("interrupted-in-a-backend", "a rank that is interrupted while it makes a backend tells nobody",
       "backends.registry:_try", "ranks.abort(interruption)", "pass",
@@ -138,16 +138,16 @@ GROWING = "tests/comm/test_communicators_by_shape.py::test_a_fault_comes_before_
 
 GROWTH = (
     M("no-room-and-silent", "a rank that needs another communicator makes it without a word",
-      "comm.communicators_by_shape:Communicators.run", "self._announce(found or self._last, tokens)", "pass",
+      "comm.communicators_by_shape:Communicators.run", "self._last is not None", "False",
       "tests/comm/test_communicators_by_shape.py::test_a_layer_whose_batches_grow"),
     M("growth-in-spite-of-a-fault", "a rank that needs room goes to make more though another one has failed",
-      "comm.communicators_by_shape:Communicators._announce", "not means_growth(error.reason)", "False", GROWING),
+      "comm.communicators_by_shape:Communicators.run", "not means_growth(error.reason)", "False", GROWING),
     M("no-room-is-any-fault", "the others take a rank that needs room for one that has failed",
       "comm.communicators_by_shape:Communicators.run", "not means_growth(error.reason)", "True",
       "tests/comm/test_communicators_by_shape.py::test_a_layer_whose_batches_grow"),
     M("nobody-to-tell", "a fault before the first communicator is not told",
-      "comm.communicators_by_shape:Communicators.report", "agree(self.meeting(device), raising(fault), MAKING)",
-      "agree(self.meeting(device), lambda: ({}, None), MAKING)",
+      "comm.communicators_by_shape:Communicators._opening", "agreeing(self.meeting(device), MAKING)",
+      "Telling(repr, repr)",
       "tests/compat/deep_ep/test_normal.py::test_dispatch_fault"),
     M("room-is-not-what-it-says", "the need of more room has the name of another fault", "runtime.openings:encode",
       "f'{type(fault).__name__}: {fault}'", "f'{type(fault).__mro__[1].__name__}: {fault}'",
@@ -160,19 +160,19 @@ AGREEMENTS = (
     M("agreed-in-spite-of-a-fault", "ranks agree though one of them could not take part", "runtime.rendezvous:agree",
       "reason is not None", "False", f"{MEETING}errors_of_others_are_known"),
     M("agreed-faults-are-told-again", "a fault that all ranks heard of when they agreed is told once more",
-      "runtime.rendezvous:agree", "fault.known_to_all = True", "pass", f"{MEETING}own_fault_is_known_afterwards"),
-    M("others-come-first", "a rank raises the fault of another one instead of its own", "runtime.rendezvous:agree",
-      "fault is not None", "False", f"{MEETING}own_fault_is_known_afterwards"),
-    M("a-fault-agrees", "a rank that cannot take part agrees with the others", "runtime.rendezvous:raising",
-      "raise fault", "return {}, None", "tests/compat/test_bad_calls.py::test_options_of_a_layer", num_ranks=4),
+      RULE, "fault.known_to_all = True", "pass", f"{MEETING}own_fault_is_known_afterwards"),
+    M("others-come-first", "a rank raises the fault of another one instead of its own",
+      "runtime.rendezvous:agreeing", "whole.all_gather_object((f'{type(fault).__name__}: {fault}', {}, None), phase)",
+      "raise PeerError(1, 'theirs')", f"{MEETING}own_fault_is_known_afterwards"),
+    M("a-fault-agrees", "a rank that cannot take part agrees with the others", "runtime.rendezvous:agreeing",
+      "(f'{type(fault).__name__}: {fault}', {}, None)", "(None, {}, None)", "tests/compat/test_bad_calls.py::test_options_of_a_layer", num_ranks=4),
     M("made-under-a-transform", "the others wait for a communicator that one rank makes under a transform of torch",
-      "comm.communicator:_require_eager", "agree(ranks, raising(fault), MAKING)",
-      "agree(ranks, lambda: ({}, None), MAKING)",
+      "comm.communicator:Communicator.__init__", "nullcontext() if rejoin else agreeing(ranks, MAKING)",
+      "nullcontext()",
       "tests/comm/test_torch_modes.py::test_a_transform_on_one_rank_is_told[fake]", num_ranks=4),
     M("two-threads-make-one", "a thread makes a communicator while another one is in a call of its process group",
       "comm.communicators_by_shape:Communicators._make",
-      "raising(in_turn) if in_turn else lambda: (shape._asdict(), mine)",
-      "lambda: (shape._asdict(), mine)", "tests/comm/test_threads.py::test_a_thread_that_makes_the_first_communicator",
+      "in_turn is not None", "False", "tests/comm/test_threads.py::test_a_thread_that_makes_the_first_communicator",
       num_ranks=4),
 )
 
