@@ -165,6 +165,7 @@ class DispatchKind:
         split: the caller may take long until the second half. Between the halves nothing of ours runs on the GPU.
         early: the caller begins these dispatches early. Errors of earlier calls can wait for the second half.
         width: values in a row, a multiple of 16 bytes; None: H.
+        alike: what else all ranks must mean alike in the call that these dispatches open, by name.
     """
 
     options: DispatchOptions
@@ -179,6 +180,7 @@ class DispatchKind:
     split: bool = False
     early: bool = False
     width: int | None = None
+    alike: tuple[tuple[str, str], ...] = ()
 
     @property
     def row_dtype(self) -> torch.dtype:
