@@ -362,9 +362,8 @@ class ExpertParallelMoE(nn.Module):
         dtype = None if router_weight is None else router_weight.dtype
         trained = ""
         if torch.is_grad_enabled():
-            trained = ", ".join(
-                [name for name, each in self._parameters.items() if each is not None and each.requires_grad]
-            )
+            parameters = [*self._parameters.items(), *experts._parameters.items()]
+            trained = ", ".join([name for name, each in parameters if each is not None and each.requires_grad])
         alike = (
             ("topk_ids", _GIVEN[topk_ids is not None]),
             ("topk_weights", _GIVEN[topk_weights is not None]),

@@ -9,6 +9,17 @@ TELL, EXIT = "comm.engine:Engine.report_fault", "comm.engine:Sequence.__exit__"
 RULE = "runtime.telling:Telling.__exit__"
 ENGINE = "tests/comm/test_engine.py::test_"
 
+TELLING = "tests/runtime/test_telling.py::test_"
+
+BLOCKS = (
+    M("told-from-outside", "each block around a fault tells it too", RULE, "fault is None or is_known_to_all(fault)",
+      "fault is None", f"{TELLING}the_innermost_tells"),
+    M("interruptions-wait-for-the-others", "a rank that is interrupted waits until the others have heard of it", RULE,
+      "not isinstance(fault, Exception)", "False", f"{TELLING}an_interruption_ends_the_group"),
+    M("told-under-a-transform", "a fault is told with bytes that a mode of torch has made", RULE, "is_eager()", "True",
+      f"{TELLING}told_outside_of_a_transform"),
+)
+
 SEQUENCES = (
     M("told-by-what-is-open", "a fault is told by a call that is open already", "comm.engine:Sequence.opened",
       "self.upcoming[:1] = []", "pass", f"{ENGINE}what_is_open_is_not_opened_again"),
@@ -145,6 +156,14 @@ GROWTH = (
     M("no-room-is-any-fault", "the others take a rank that needs room for one that has failed",
       "comm.communicators_by_shape:Communicators.run", "not means_growth(error.reason)", "True",
       "tests/comm/test_communicators_by_shape.py::test_a_layer_whose_batches_grow"),
+    M("announced-elsewhere", "a rank whose shape is new says so where a rank with a fault tells nobody",
+      "comm.communicators_by_shape:Communicators.run",
+      "self._opening(None, Upcoming('dispatch', awaited=True), shape, device)",
+      "self._opening(None, Upcoming('dispatch', awaited=True), UNKNOWN, device)",
+      "tests/comm/test_communicators_by_shape.py::test_a_new_shape_is_announced_where_its_faults_are_told"),
+    M("interrupted-checks", "a rank that is interrupted while it checks a call lets the others wait in it",
+      "comm.communicators_by_shape:Communicators.report_faults_of", "Telling(tell, tell)", "Telling(tell, repr)",
+      "tests/comm/test_communicators_by_shape.py::test_an_interrupted_check_ends_the_group"),
     M("nobody-to-tell", "a fault before the first communicator is not told",
       "comm.communicators_by_shape:Communicators._opening", "agreeing(self.meeting(device), MAKING)",
       "Telling(repr, repr)",
@@ -165,7 +184,8 @@ AGREEMENTS = (
       "runtime.rendezvous:agreeing", "whole.all_gather_object((f'{type(fault).__name__}: {fault}', {}, None), phase)",
       "raise PeerError(1, 'theirs')", f"{MEETING}own_fault_is_known_afterwards"),
     M("a-fault-agrees", "a rank that cannot take part agrees with the others", "runtime.rendezvous:agreeing",
-      "(f'{type(fault).__name__}: {fault}', {}, None)", "(None, {}, None)", "tests/compat/test_bad_calls.py::test_options_of_a_layer", num_ranks=4),
+      "(f'{type(fault).__name__}: {fault}', {}, None)", "(None, {}, None)",
+      "tests/compat/test_bad_calls.py::test_options_of_a_layer", num_ranks=4),
     M("made-under-a-transform", "the others wait for a communicator that one rank makes under a transform of torch",
       "comm.communicator:Communicator.__init__", "nullcontext() if rejoin else agreeing(ranks, MAKING)",
       "nullcontext()",
@@ -193,4 +213,48 @@ VERDICTS = (
       f"{REGISTRY}a_rank_that_fails_between_two_steps[1]", num_ranks=4),
 )
 
-MUTATIONS = SEQUENCES + LAYERS + BACKENDS + LAUNCHES + ENDINGS + GROWTH + AGREEMENTS + VERDICTS
+FAULTY = "tests/training/test_faults.py::test_"
+
+DIFFERENCES = (
+    M("frozen-alone", "a rank has frozen parameters of a layer, and the others wait for its gradients",
+      "training.layer:ExpertParallelMoE._forward", "('trained parameters', trained or 'none')",
+      "('trained parameters', 'none')", f"{FAULTY}frozen_on_one_rank"),
+    M("frozen-experts-alone", "a rank has frozen experts that the others train",
+      "training.routed_experts:_Forward.__init__", "(*alike, ('trained experts', trained or 'none'))", "alike",
+      f"{FAULTY}experts_frozen_on_one_rank"),
+    M("ids-given-alone", "a rank gives a layer ids, and the others choose",
+      "training.layer:ExpertParallelMoE._forward", "_GIVEN[topk_ids is not None]", "_GIVEN[0]",
+      f"{FAULTY}routes_given_on_one_rank"),
+    M("weights-given-alone", "a rank gives a layer weights, and the others learn them",
+      "training.layer:ExpertParallelMoE._forward", "_GIVEN[topk_weights is not None]", "_GIVEN[0]",
+      f"{FAULTY}routes_given_on_one_rank"),
+    M("a-dispatch-leaves-out-what-layers-mean", "a dispatch does not say what ranks must mean alike in its layer",
+      "backends.handshake:dispatch_fields", "dict(kind.alike)", "{}", f"{FAULTY}frozen_on_one_rank"),
+    M("a-sum-leaves-out-what-layers-mean", "a sum of losses does not say what ranks must mean alike in its layer",
+      "training.gradients:_SumOverRanks.forward", "alike = dict(others)", "alike = {}",
+      f"{FAULTY}frozen_on_one_rank"),
+    M("summed-with-a-fault", "ranks sum their losses though the router of one of them has failed",
+      "runtime.rank_group:RankGroup.all_reduce_sums", "fault is not None", "False",
+      f"{FAULTY}a_router_is_told_in_the_sum_of_losses"),
+)
+
+CONSTRUCTORS = (
+    M("experts-made-alone", "experts for which a rank has no memory are made by the others",
+      "training.expert_module:RoutedExperts.__init__", "agree(comm.engine.ranks, prepare, 'making RoutedExperts')[0]",
+      "prepare()[1]", f"{FAULTY}a_layer_without_memory"),
+    M("a-layer-made-alone", "a layer for whose router a rank has no memory is made by the others",
+      "training.layer:ExpertParallelMoE.__init__", "agree(comm.engine.ranks, prepare, 'making an ExpertParallelMoE')",
+      "prepare()", f"{FAULTY}a_layer_without_memory", f"{FAULTY}a_warning_that_is_an_error"),
+    M("no-memory-is-told-to-nobody", "a rank tells of wrong arguments of a communicator, and of no other fault",
+      "comm.communicator:Communicator.__init__", "fault = error",
+      "fault = error if isinstance(error, InvalidArgument) else [][0]",
+      "tests/comm/test_errors.py::test_a_constructor_without_memory"),
+    M("no-memory-for-more-words", "a rank without memory for words behind an opening lets the others wait",
+      "runtime.rank_group:RankGroup._gather_words", "self.telling()", "Telling(repr, repr)",
+      "tests/runtime/test_rank_group.py::test_no_memory_for_words_that_follow", num_ranks=4),
+)
+
+RANKS_THAT_DIFFER = DIFFERENCES + CONSTRUCTORS
+MUTATIONS = (
+    BLOCKS + RANKS_THAT_DIFFER + SEQUENCES + LAYERS + BACKENDS + LAUNCHES + ENDINGS + GROWTH + AGREEMENTS + VERDICTS
+)
