@@ -262,6 +262,7 @@ class Upcoming:
         value_bytes: bytes of a value on the wire.
         awaited: the ranks wait for the outcome of this call before they open another.
         split: it is made in halves.
+        width: values in a row of a dispatch; None: H.
     """
 
     name: str
@@ -269,6 +270,7 @@ class Upcoming:
     value_bytes: int = 2
     awaited: bool = False
     split: bool = False
+    width: int | None = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from tokenloom.backends.seam import (
     CombineKind,
     CombineOptions,
     DispatchKind,
+    DispatchOptions,
     DispatchOut,
     PreparedCombine,
     PreparedDispatch,
@@ -552,7 +553,14 @@ class ResendCall(Call):
         self._x, self._routed, self._copy = x, routed, copy
 
     def upcoming(self) -> Upcoming:
-        return Upcoming(self.name)
+        x, routed = self._x, self._routed
+        x = x[0] if isinstance(x, (tuple, list)) and x else x
+        if not (isinstance(routed, Routed) and isinstance(x, torch.Tensor)):
+            return Upcoming(self.name)
+        handle = routed._handle
+        layout = "token" if routed.layout == "slots" else routed.layout  # rows of slots go once to each rank
+        options = DispatchOptions(layout, handle.options.alignment, "bounded", handle.options.capacity)
+        return Upcoming(self.name, options, x.itemsize)
 
     def find(self) -> bool:
         x, routed, engine = self._x, self._routed, self.engine
@@ -676,8 +684,12 @@ class ReweightCall(Call):
         self._routed, self._weights, self._without_lost = routed, weights, without_lost
 
     def upcoming(self) -> Upcoming:
-        refused = self._without_lost and not self.engine.capabilities.weights_apart
-        return Upcoming("combine" if refused else self.name)  # the call that others make where this one is none
+        plan = self.engine.plan
+        if self._without_lost and not self.engine.capabilities.weights_apart:
+            return Upcoming("combine")  # the call that others make where this one is none
+        options = DispatchOptions("token", 1, "bounded", plan.worst_case_rows("token"))
+        width = align_up(2 * plan.top_k, WIDTH_UNIT)
+        return Upcoming(self.name, options, torch.float32.itemsize, width=None if width == plan.hidden else width)
 
     def find(self) -> bool:
         return False

@@ -81,6 +81,18 @@ BACKENDS = (
     M("a-fault-beside-a-new-buffer", "a rank tells a fault while the others raise what an earlier call left", REPORT,
       "first.awaited or not self._has_buffers(first)", "first.awaited",
       f"{HOST}a_bad_call_behind_an_unread_overflow[wire]"),
+    M("a-first-reweighting-makes-no-buffer",
+      "a rank tells a fault of its first weights apart while the others raise what an earlier call left",
+      "comm.calls:ReweightCall.upcoming",
+      "Upcoming(self.name, options, torch.float32.itemsize, width=None if width == plan.hidden else width)",
+      "Upcoming(self.name)", f"{HOST}a_bad_call_behind_an_unread_overflow[first reweighted]"),
+    M("first-rows-of-a-dtype-make-no-buffer",
+      "a rank tells a fault of its first rows of a dtype while the others raise what an earlier call left",
+      "comm.calls:ResendCall.upcoming", "isinstance(routed, Routed) and isinstance(x, torch.Tensor)", "False",
+      f"{HOST}a_bad_call_behind_an_unread_overflow[first wide rows again]"),
+    M("narrow-rows-need-no-buffer", "narrow rows seem to arrive in the buffer of usual ones",
+      "backends.peers.buffers:Buffers.has_for_dispatch", "width is not None", "False",
+      f"{HOST}a_first_reweighting_has_a_buffer_of_its_own"),
     M("nodes-open-behind-an-awaited-call",
       "between nodes a rank with a fault opens calls behind one that the others wait for",
       "backends.nodes.backend:NodesBackend.report_fault", "call.awaited or self._checked", "self._checked",
@@ -238,6 +250,12 @@ DIFFERENCES = (
       f"{FAULTY}a_router_is_told_in_the_sum_of_losses"),
 )
 
+WIDTHS = (
+    M("narrow-rows-look-like-others", "between nodes a rank that sends weights alone looks as if it sent rows",
+      "backends.nodes.backend:NodesBackend._repeat", "width is None", "True",
+      "tests/backends/test_gin.py::test_narrow_rows_say_their_width"),
+)
+
 CONSTRUCTORS = (
     M("experts-made-alone", "experts for which a rank has no memory are made by the others",
       "training.expert_module:RoutedExperts.__init__", "agree(comm.engine.ranks, prepare, 'making RoutedExperts')[0]",
@@ -254,7 +272,7 @@ CONSTRUCTORS = (
       "tests/runtime/test_rank_group.py::test_no_memory_for_words_that_follow", num_ranks=4),
 )
 
-RANKS_THAT_DIFFER = DIFFERENCES + CONSTRUCTORS
+RANKS_THAT_DIFFER = DIFFERENCES + WIDTHS + CONSTRUCTORS
 MUTATIONS = (
     BLOCKS + RANKS_THAT_DIFFER + SEQUENCES + LAYERS + BACKENDS + LAUNCHES + ENDINGS + GROWTH + AGREEMENTS + VERDICTS
 )

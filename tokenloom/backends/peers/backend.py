@@ -223,7 +223,7 @@ class NvlinkBackend:
         if isinstance(options, CombineOptions):
             return self._buffers.has_for_combine(options, call.split)
         if isinstance(options, DispatchOptions):
-            return self._buffers.has_for_dispatch(options, call.value_bytes)
+            return self._buffers.has_for_dispatch(options, call.value_bytes, call.width)
         return True
 
     @property
