@@ -30,6 +30,7 @@ from tests.support.cases import (
 from tests.support.on_ranks import on_ranks
 from tests.support.slow import mostly_slow
 from tokenloom import reference
+from tokenloom.backends.handshake import dispatch_fields
 from tokenloom.backends.nodes import gin, memory
 from tokenloom.backends.nodes.backend import NodesBackend
 from tokenloom.backends.nodes.gin import GIN, NodeMemory
@@ -484,3 +485,17 @@ def test_calls_that_follow_a_fault(awaited: bool, checked: bool, opened: list[st
     made._checked, fault = checked, ValueError("bad")
     made.report_fault(fault, [Upcoming("dispatch", awaited=awaited), Upcoming("combine")])
     assert launcher.method_calls == [mock.call.report_fault(fault, opened, awaited), mock.call.finish_all()]
+
+
+def test_narrow_rows_say_their_width() -> None:
+    """They travel as bits in rows of the usual width. A rank that sends others by that call is told."""
+    plan = Plan(2, 4, 256, 2, 8)
+    made: Any = mock.Mock(plan=plan, _checked=False, spec=NodesBackend)
+    for name in ("send_rows", "_send_rows", "_repeat"):
+        setattr(made, name, getattr(NodesBackend, name).__get__(made))
+    handle = mock.Mock(ids=lambda: torch.zeros(3, 2, dtype=torch.int32))
+    for rows in (torch.ones(3, 256, dtype=BF16), torch.ones(3, 4), torch.ones(3, 8)):
+        made.send_rows(handle, rows)
+    kinds = [call.args[0] for call in made.prepared.call_args_list]
+    assert [kind.x_dtype for kind in kinds] == [BF16] * 3
+    assert [dispatch_fields(0, kind).get("width") for kind in kinds] == [None, "4", "8"]

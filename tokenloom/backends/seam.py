@@ -167,6 +167,7 @@ class DispatchKind:
         split: the caller may take long until the second half. Between the halves nothing of ours runs on the GPU.
         early: the caller begins these dispatches early. Errors of earlier calls can wait for the second half.
         width: values in a row, a multiple of 16 bytes; None: H.
+        alike: what else all ranks must mean alike in the call that these dispatches open, by name.
     """
 
     options: DispatchOptions
@@ -181,6 +182,7 @@ class DispatchKind:
     split: bool = False
     early: bool = False
     width: int | None = None
+    alike: tuple[tuple[str, str], ...] = ()
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -262,6 +264,7 @@ class Upcoming:
         value_bytes: bytes of a value on the wire.
         awaited: the ranks wait for the outcome of this call before they open another.
         split: it is made in halves.
+        width: values in a row of a dispatch; None: H.
     """
 
     name: str
@@ -269,6 +272,7 @@ class Upcoming:
     value_bytes: int = 2
     awaited: bool = False
     split: bool = False
+    width: int | None = None
 
 
 @dataclass(frozen=True)

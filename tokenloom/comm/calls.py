@@ -21,6 +21,7 @@ from tokenloom.backends.seam import (
     CombineKind,
     CombineOptions,
     DispatchKind,
+    DispatchOptions,
     DispatchOut,
     PreparedCombine,
     PreparedDispatch,
@@ -33,7 +34,7 @@ from tokenloom.comm import autograd, checks
 from tokenloom.comm.checks import CombineArguments, CombineValues, DispatchArguments, DispatchValues
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, Pending, profiler_range
 from tokenloom.comm.routed import Routed
-from tokenloom.errors import DtypeMismatch, InvalidArgument, NotDifferentiable
+from tokenloom.errors import DtypeMismatch, InvalidArgument, NotDifferentiable, raised_by_all
 from tokenloom.ops import routing
 from tokenloom.plan import ROUTE_LAYOUTS, align_up
 from tokenloom.runtime.torch_modes import PLAIN, as_in_first_half, require_no_tangent, settled
@@ -99,7 +100,7 @@ class Kinds:
 
         Args:
             arguments: options as the caller passed them.
-            mode: the last fields of a :class:`DispatchKind`, from ``x_needs_grad`` on.
+            mode: fields of a :class:`DispatchKind` from ``x_needs_grad`` on.
             x, scales, topk_ids, weights: plain tensors, or None. out: as the caller passed it.
         """
         _, alignment, _, capacity, to_fp8, powers, _, _ = arguments
@@ -553,7 +554,14 @@ class ResendCall(UserCall):
         self._x, self._routed, self._copy = x, routed, copy
 
     def upcoming(self) -> Upcoming:
-        return Upcoming(self.name)
+        x, routed = self._x, self._routed
+        x = x[0] if isinstance(x, (tuple, list)) and x else x
+        if not (isinstance(routed, Routed) and isinstance(x, torch.Tensor)):
+            return Upcoming(self.name)
+        handle = routed._handle
+        layout = "token" if routed.layout == "slots" else routed.layout  # rows of slots go once to each rank
+        options = DispatchOptions(layout, handle.options.alignment, "bounded", handle.options.capacity)
+        return Upcoming(self.name, options, x.itemsize)
 
     def find(self) -> bool:
         x, routed, engine = self._x, self._routed, self.engine
@@ -675,8 +683,12 @@ class ReweightCall(UserCall):
         self._routed, self._weights, self._without_lost = routed, weights, without_lost
 
     def upcoming(self) -> Upcoming:
-        refused = self._without_lost and not self.engine.capabilities.weights_apart
-        return Upcoming("combine" if refused else self.name)  # the call that others make where this one is none
+        plan = self.engine.plan
+        if self._without_lost and not self.engine.capabilities.weights_apart:
+            return Upcoming("combine")  # the call that others make where this one is none
+        options = DispatchOptions("token", 1, "bounded", plan.worst_case_rows("token"))
+        width = align_up(2 * plan.top_k, WIDTH_UNIT)
+        return Upcoming(self.name, options, torch.float32.itemsize, width=None if width == plan.hidden else width)
 
     def find(self) -> bool:
         return False
@@ -723,9 +735,9 @@ def _require_weights_apart(engine: Engine) -> None:
 def _require_same_ranks(routed: Routed, engine: Engine) -> None:
     """Raise where ranks were masked since a dispatch. All ranks do."""
     if routed._handle.masked != engine.masked:
-        error = InvalidArgument("ranks were masked since the dispatch, so rows have other places now; dispatch again")
-        error.known_to_all = True
-        raise error
+        raise raised_by_all(
+            InvalidArgument("ranks were masked since the dispatch, so rows have other places now; dispatch again")
+        )
 
 
 def _read_outcome(engine: Engine) -> None:

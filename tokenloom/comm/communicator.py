@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from math import prod
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -22,8 +22,8 @@ from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
 from tokenloom.runtime import topology
 from tokenloom.runtime.rank_group import MAKING, RankGroup
-from tokenloom.runtime.rendezvous import agree, raising
-from tokenloom.runtime.torch_modes import breaks_graph, require_eager, untransformed
+from tokenloom.runtime.rendezvous import agree, agreeing
+from tokenloom.runtime.torch_modes import breaks_graph, require_eager
 from tokenloom.runtime.turns import Turn
 
 __all__ = ["Communicator"]
@@ -109,10 +109,10 @@ class Communicator:
         ranks_per_node: int | None = None,
         rejoin: bool = False,
     ) -> None:
-        fault: InvalidArgument | None = None
+        fault: Exception | None = None
         try:
             ranks = RankGroup(group, device=device, timeout_s=timeout_s, open_timeout_s=open_timeout_s, rejoins=rejoin)
-        except InvalidArgument as error:
+        except Exception as error:
             if rejoin:
                 raise
             fault = error
@@ -121,7 +121,8 @@ class Communicator:
         if rejoin and ranks.num_ranks == 1:
             raise InvalidArgument("rejoin is True, but this rank is alone and nobody can take it back; leave it out")
         with ranks.turn.behind(ranks.open_timeout_s) as in_turn:
-            _require_eager(ranks, rejoin)
+            with nullcontext() if rejoin else agreeing(ranks, MAKING):
+                require_eager()
             fault = fault or in_turn
 
             def make_request() -> registry.Request:
@@ -624,19 +625,6 @@ class Communicator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _require_eager(ranks: RankGroup, rejoins: bool) -> None:
-    """Raise where torch transforms what is called. The other ranks, which make a Communicator, hear of it."""
-    try:
-        require_eager()
-    except InvalidArgument as error:
-        if rejoins:
-            raise
-        fault = error
-    else:
-        return
-    untransformed(lambda: agree(ranks, raising(fault), MAKING))
 
 
 def _in_words(terms: Mapping[str, Any], backend: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -37,15 +38,14 @@ from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.streams import SideStream, on_device
+from tokenloom.runtime.telling import Telling
 from tokenloom.runtime.torch_modes import (
     FAKE,
     breaks_graph,
     current_mode,
     current_trace,
     current_transforms,
-    is_eager,
     require_eager,
-    untransformed,
 )
 from tokenloom.runtime.turns import Turn
 
@@ -65,7 +65,7 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
     return record_function(name) if profiler_listens() else NO_RANGE
 
 
-class Sequence:
+class Sequence(Telling):
     """A block in which declared calls are made; see :meth:`Engine.sequence`.
 
     Attributes:
@@ -104,20 +104,26 @@ class Sequence:
             raise
         return self
 
-    def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
-            if isinstance(fault, Exception) and self.upcoming:
-                self._engine.open_calls.count += 1  # it failed, which is how every rank's call ends
-            if fault is not None and not is_known_to_all(fault):
-                if is_eager():
-                    self._engine._tell(fault, self)
-                else:
-                    told: BaseException = fault
-                    untransformed(lambda: self._engine._tell(told, self))
+            if fault is not None:
+                if isinstance(fault, Exception) and self.upcoming:
+                    self._engine.open_calls.count += 1  # it failed, which is how every rank's call ends
+                super().__exit__(kind, fault, trace)
         finally:
             self._engine._sequence = self._outer
             self._device.__exit__(None, None, None)
             self._turn.leave()
+
+    def tell(self, fault: Exception) -> None:
+        """Tell the others by the next of the declared calls, behind those that are open."""
+        self._engine.report_fault(fault, self)
+
+    def end(self, fault: BaseException) -> None:
+        """End the group."""
+        self._engine.ranks.abort(fault)
 
 
 class Engine:
@@ -199,12 +205,8 @@ class Engine:
         """
         return Sequence(self, upcoming)
 
-    def _tell(self, fault: BaseException, sequence: Sequence) -> None:
-        if not isinstance(fault, Exception):  # it may end the program, which shall not wait for the others
-            self.ranks.abort(fault)
-        fault.known_to_all = True  # type: ignore[attr-defined]  # nobody around tells it again, whatever comes of this
-        if not isinstance(fault, Exception):
-            return
+    def report_fault(self, fault: Exception, sequence: Sequence) -> None:
+        """Tell the others of a fault within a sequence; see :meth:`tokenloom.backends.seam.Backend.report_fault`."""
         for pending in list(sequence.open):  # counts that a kernel leaves for the host have to be taken
             try:
                 pending.receive()

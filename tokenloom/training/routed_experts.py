@@ -24,6 +24,7 @@ from tokenloom.ops.autocast import autocast_dtype
 from tokenloom.ops.experts import ExpertForm, Experts, Tensors, cast
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.runtime.torch_modes import require_eager, require_no_tangent, settled
+from tokenloom.training.parameters import EXPERT_WEIGHTS
 from tokenloom.training.pieces import Piece, RunOptions, backward_calls, cut, forward_calls, save, saved
 from tokenloom.training.shards import require_unchanged, versions
 from tokenloom.training.transfers import StreamTransfer, TransferStream
@@ -47,6 +48,7 @@ def routed_experts(
     activation: Activation | str = SWIGLU,
     weight_layout: WeightLayout = PLAIN_WEIGHTS,
     sources: Sequence[torch.Tensor | None] = (),
+    alike: tuple[tuple[str, str], ...] = (),
 ) -> torch.Tensor:
     """Compute ``sum over k of weight_k * (w2 @ activation(w1 @ x + w1_bias) + w2_bias)`` with each token's experts.
 
@@ -68,6 +70,7 @@ def routed_experts(
         weight_layout: ``WeightLayout(transposed=True)`` for w1 [L, H, 2I] and w2 [L, I, H],
             ``WeightLayout(interleaved=True)`` for gates and ups in turns. Gradients lie alike. Nothing is copied.
         sources: DTensors of which weights and biases are the local parts. Backward raises if they change before it.
+        alike: what else all ranks must mean alike, by name.
 
     Returns:
         [T, H], dtype of x, or of autocast where that is on.
@@ -75,6 +78,7 @@ def routed_experts(
     Raises:
         InvalidArgument: the activation is unknown, or has no gates though the layout interleaves them.
         ShapeMismatch, DtypeMismatch, DeviceMismatch: a weight or a bias is not as above.
+        PlanMismatch: another rank has other weights that require grad, or something else in ``alike``.
         TokenloomError: as in ``Communicator.dispatch``.
     """
     comm.engine.begin()
@@ -98,8 +102,8 @@ def routed_experts(
     with torch.autocast(device, enabled=False):
         if not grad_enabled:  # inference needs no node
             needs, experts = [False] * DIFFERENTIABLE, Experts(tensors, form)
-            return _Forward(comm, options, needs, x, topk_ids, topk_weights, experts).run(meanwhile, False)
-        rest = (comm, options, form, meanwhile, grad_enabled, sources)
+            return _Forward(comm, options, needs, x, topk_ids, topk_weights, experts, alike).run(meanwhile, False)
+        rest = (comm, options, form, meanwhile, grad_enabled, sources, alike)
         return _RoutedExperts.apply(x, topk_weights, *tensors, topk_ids, *rest)
 
 
@@ -120,10 +124,11 @@ class _RoutedExperts(torch.autograd.Function):
         meanwhile: Callable[[], None] | None,
         grad_enabled: bool,
         sources: Sequence[torch.Tensor | None],
+        alike: tuple[tuple[str, str], ...],
     ) -> torch.Tensor:
         needs = [grad_enabled and wanted for wanted in ctx.needs_input_grad[:DIFFERENTIABLE]]
         experts = Experts((w1, w2, w1_bias, w2_bias), form)
-        forward = _Forward(comm, options, needs, x, topk_ids, topk_weights, experts)
+        forward = _Forward(comm, options, needs, x, topk_ids, topk_weights, experts, alike)
         out = forward.run(meanwhile, grad_enabled)
         if any(needs):
             ctx.versions = versions(sources)
@@ -152,11 +157,14 @@ class _Forward:
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         experts: Experts,
+        alike: tuple[tuple[str, str], ...],
     ) -> None:
         self.engine, self.kinds, self.options, self.needs = comm.engine, comm.kinds, options, needs
         self.x, self.topk_ids, self.topk_weights, self.experts = x, topk_ids, topk_weights, experts
         self.transfers = TransferStream(comm.engine, options.overlap)
         self.slices = cut(comm.engine, options, len(x))
+        trained = ", ".join([name for name, wanted in zip(EXPERT_WEIGHTS, needs[2:], strict=True) if wanted])
+        self.alike = (*alike, ("trained experts", trained or "none"))
         self.keeps_rows = needs[2] and not options.redispatch_in_backward
         self.pieces: list[Piece] = []
 
@@ -216,7 +224,9 @@ class _Forward:
         arguments = DispatchArguments("expert", 1, sizes, capacity, strategy=strategy)
         # Views last as long as one piece without a backward.
         owner = "but rows" if any(self.needs) or len(self.slices) > 1 else False
-        known, checked = self.kinds.dispatch(arguments, (*self.needs[:2], owner, False, number > 0), *inputs)
+        known, checked = self.kinds.dispatch(
+            arguments, (*self.needs[:2], owner, False, number > 0, None, self.alike), *inputs
+        )
         return self.engine.send_dispatch(known.kind, checked)
 
     def _compute(self, tokens: slice, handle: Handle, rows: torch.Tensor) -> torch.Tensor:

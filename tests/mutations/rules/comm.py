@@ -15,7 +15,7 @@ HANDSHAKE = (
     M("a-transform-goes-the-plain-way", "a call that torch transforms is made", "comm.engine:Engine.is_plain",
       "current_transforms() is None", "True", "tests/comm/test_torch_modes.py::test_a_transform_on_one_rank_is_told"),
     M("a-transform-around-what-is-told", "a fault is told under the transform that it is about",
-      "comm.engine:Sequence.__exit__", "is_eager()", "True",
+      "runtime.telling:Telling.__exit__", "is_eager()", "True",
       "tests/comm/test_torch_modes.py::test_a_transform_on_one_rank_is_told"),
     M("freed-memory-is-read", "a tensor whose storage was freed is sent", "comm.checks:require_tensor",
       "not has_memory(value)", "False", "tests/comm/test_torch_modes.py::test_tensors_without_memory_of_their_own"),

@@ -365,6 +365,9 @@ class Meeting:
     def all_gather(self, row: torch.Tensor, phase: str, *, opens: bool = False) -> torch.Tensor:
         return torch.stack(self.all_gather_object(row, phase))
 
+    def abort(self, fault: BaseException) -> None:
+        here.group.meeting.abort()  # wakes those that wait
+
 
 class FakeStream:
     """The stream of a rank."""

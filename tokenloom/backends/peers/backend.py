@@ -38,7 +38,7 @@ from tokenloom.backends.seam import (
     Upcoming,
     Wait,
 )
-from tokenloom.errors import BackendUnavailable, InvalidArgument, KernelCompileError
+from tokenloom.errors import BackendUnavailable, InvalidArgument, KernelCompileError, raised_by_all
 from tokenloom.jit.compiler import load_nvrtc
 from tokenloom.jit.kernel import Kernel, load_driver
 from tokenloom.kernels.barrier.launch import BarrierVariant
@@ -213,7 +213,7 @@ class NvlinkBackend:
         if isinstance(options, CombineOptions):
             return self._buffers.has_for_combine(options, call.split)
         if isinstance(options, DispatchOptions):
-            return self._buffers.has_for_dispatch(options, call.value_bytes)
+            return self._buffers.has_for_dispatch(options, call.value_bytes, call.width)
         return True
 
     @property
@@ -238,9 +238,9 @@ class NvlinkBackend:
         """
         self._require_no_capture()
         if self._buffers.fused:
-            error = InvalidArgument("a MegaMoE cannot take ranks back; make the layer again, on all ranks")
-            error.known_to_all = True
-            raise error
+            raise raised_by_all(
+                InvalidArgument("a MegaMoE cannot take ranks back; make the layer again, on all ranks")
+            )
         self._launcher.finish_all()  # all ranks have the same halves open
         self._launcher.settle(0)
         before = self._ranks.met_at

@@ -450,8 +450,10 @@ class Buffers(DispatchCount):
                 self._buffers[each, value_bytes] = SymmetricBuffer(size, self._launcher.ranks)
         return self._buffers[key]
 
-    def has_for_dispatch(self, options: DispatchOptions, value_bytes: int) -> bool:
+    def has_for_dispatch(self, options: DispatchOptions, value_bytes: int, width: int | None = None) -> bool:
         """Whether a dispatch would make no buffer, and none larger."""
+        if width is not None:
+            return width in self._narrow_layouts and self._has((self._narrow_layouts[width], value_bytes))
         value_bytes = max(value_bytes, 2)
         if self.is_staged(options):
             return self._has((staged_layout, value_bytes))

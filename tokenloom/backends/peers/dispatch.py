@@ -33,12 +33,13 @@ from tokenloom.backends.seam import (
     Sent,
     Tokens,
 )
-from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError, is_known_to_all
+from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError
 from tokenloom.kernels.dispatch.launch import block_count_words
 from tokenloom.ops import routing
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.deferred_release import keep_until_idle
 from tokenloom.runtime.kernel_reports import HostCounts
+from tokenloom.runtime.telling import Telling
 
 MAX_KINDS = 64
 """Kinds of calls that are kept prepared. A program has a few, unless it passes another capacity each time."""
@@ -399,14 +400,10 @@ class DirectDispatch(PeerDispatch):
         self._count.num_dispatches -= 1  # the refused one wrote nothing: its buffer, not that of the one before
         plain = replace(self.options, layout="token", alignment=1, capacity=None, strategy="dedup")
         most = self.shared.plan.worst_case_rows("token")
-        try:
+        others_wait = Telling(lambda fault: self.launcher.report_fault(fault, ["dispatch"]), self.launcher.ranks.abort)
+        with others_wait:  # they have begun it
             kind = replace(self.kind, options=plain)
             handle, rows, _ = self._dispatcher.prepared(kind, most).launch(tokens)
-        except Exception as fault:
-            if not is_known_to_all(fault):  # the others have begun it
-                self.launcher.report_fault(fault, ["dispatch"])
-                fault.known_to_all = True  # type: ignore[attr-defined]
-            raise
         self.launcher.settle(0)
         return spread_by_expert(self.options, handle, handle.cut_to_size(handle.all_sizes(), rows))
 
