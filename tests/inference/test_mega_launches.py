@@ -41,7 +41,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         if name == "grouped_gemm":
             name = "gemm1" if shape["swiglu"] else "gemm2"
         seen[name] = type(kernel.args).from_buffer_copy(kernel.args)
-        seen[name].shape, seen[name].early, seen[name].blocks = shape, kernel.early, blocks
+        seen[name].shape, seen[name].overlaps_previous, seen[name].blocks = shape, kernel.overlaps_previous, blocks
         launch(kernel, blocks, stream)
 
     monkeypatch.setattr(Kernel, "launch", record)
@@ -140,7 +140,7 @@ def test_kernels_begin_early_behind_one_another(launches: Launches, num_tokens: 
     layer = make_layer()
     layer.use_weights(*new_weights())
     call(layer, num_tokens)
-    early = {name: launches[name].early for name in launches}
+    early = {name: launches[name].overlaps_previous for name in launches}
     names = ("pack_tokens", "send_routes", "gemm1", "gemm2", "barrier", "sum_routes")
     assert early == {name: name != first for name in names[names.index(first) :]}
     assert launches["barrier"].blocks == 1

@@ -165,7 +165,7 @@ class DispatchKind:
             that no later call overwrites as long as somebody holds them. "but rows" means that rows may still be a
             view, because the caller is done with them in time.
         split: the caller may take long until the second half. Between the halves nothing of ours runs on the GPU.
-        early: the caller begins these dispatches early. Errors of earlier calls can wait for the second half.
+        sent_ahead: the caller sends these dispatches ahead. Errors of earlier calls can wait for the second half.
         width: values in a row, a multiple of 16 bytes; None: H.
         alike: what else all ranks must mean alike in the call that these dispatches open, by name.
     """
@@ -180,7 +180,7 @@ class DispatchKind:
     weights_need_grad: bool = False
     output_owner: OutputOwner = False
     split: bool = False
-    early: bool = False
+    sent_ahead: bool = False
     width: int | None = None
     alike: tuple[tuple[str, str], ...] = ()
 
@@ -408,7 +408,7 @@ class PreparedDispatch(Protocol):
             tokens: checked, and of this kind.
             out: checked tensors to write results to. The backend fills every field that is given, on the current
                 stream, before ``receive`` returns. The caller hands them out instead, and ``rows`` may be its tokens.
-            stream: what :meth:`Backend.ready` has just given, or None.
+            stream: what :meth:`Backend.ready_stream` has just given, or None.
         """
 
 
@@ -437,7 +437,7 @@ class PreparedCombine(Protocol):
             weights: received ones [R, K], None: those of the handle. With
                 ``options.weights_from_home`` float32 [T, K], contiguous.
             out: [T, H] to write to, or None.
-            stream: what :meth:`Backend.ready` has just given, or None.
+            stream: what :meth:`Backend.ready_stream` has just given, or None.
         """
 
 
@@ -507,7 +507,7 @@ class Backend(Protocol):
             number: of the dispatch that the next of them belongs to.
         """
 
-    def ready(self, waits: bool = False) -> int | None:
+    def ready_stream(self, waits: bool = False) -> int | None:
         """Raise known errors of earlier calls. With ``waits``, wait for all earlier calls first.
 
         Returns:
@@ -534,7 +534,7 @@ class Backend(Protocol):
         Args:
             values: to "rows" also [T, h] of float32, where h is a multiple of 4 and at most 2 * K + 3.
             owner: whose the places are, as ``output_owner`` of a dispatch.
-            stream: what :meth:`ready` has just given, or None.
+            stream: what :meth:`ready_stream` has just given, or None.
         """
 
     def send_weight_gradients(self, handle: Any, grad: torch.Tensor) -> Sent[torch.Tensor]:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from tokenloom import env
-from tokenloom.backends.peers.buffers import EAGER_ROWS, is_eager, weight_gradient_values
+from tokenloom.backends.peers.buffers import EAGER_ROWS, sends_before_opening, weight_gradient_values
 from tokenloom.bench.tables import counted
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit import cache
@@ -183,7 +183,7 @@ def _dispatches(plan: Plan, dtypes: Sequence[torch.dtype]) -> list[Variant]:
 
 def _of_size(plan: Plan, dtypes: Sequence[torch.dtype]) -> list[Variant]:
     """Staged dispatches, and combines: kernels that a plan with few rows has in another form."""
-    eager, (plain, fp8) = is_eager(plan), _payloads(plan, dtypes)
+    eager, (plain, fp8) = sends_before_opening(plan), _payloads(plan, dtypes)
     staged: list[tuple[str, str, dict[str, Any]]] = [("slots", "rows", payload) for payload in (*plain, *fp8)]
     staged += [("slots", "columns", payload) for payload in fp8]
     staged += [("slots", "packed", payload) for payload in fp8 if payload.get("quantize") != "any scale"]

@@ -44,7 +44,7 @@ def send_combine(
     """Send rows [places, H], with received weights [R, K] or None, home. ``receive`` gives [T, H], with a graph.
 
     Args:
-        prepared: sends them. options: its own. stream: what the engine's ``ready`` has just given, or None.
+        prepared: sends them. options: its own. stream: what the engine's ``ready_stream`` has just given, or None.
     """
     sent: list[Sent[torch.Tensor]] = []
     return _SentWithGraph(sent, _SendCombine.apply(engine, handle, prepared, rows, weights, options, stream, sent))

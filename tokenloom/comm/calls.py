@@ -155,7 +155,7 @@ class Kinds:
             self._dispatches[arguments, mode, x.dtype, topk_ids.dtype, weights_dtype, scales is None] = known
         return known, tokens
 
-    def dispatch(
+    def find_or_check_dispatch(
         self, arguments: DispatchValues, mode: tuple[Any, ...], x: Any, topk_ids: Any, weights: Any
     ) -> tuple[KnownDispatch, Tokens]:
         """Find a prepared dispatch for a layer, or check and prepare one. Sends nothing."""
@@ -193,11 +193,11 @@ class UserCall(ABC):
         """Make the whole call: its result."""
         engine = self.engine
         turn = engine.ranks.turn
-        if not (engine.is_plain() and turn.take()):
+        if not (engine.needs_no_sequence() and turn.take()):
             return self._run_in_sequence()
         try:
             is_known = self.find()
-            stream = engine.ready(self.waits)
+            stream = engine.ready_stream(self.waits)
             opened = engine.open_calls.count
             try:
                 if not is_known:
@@ -216,7 +216,7 @@ class UserCall(ABC):
     def _run_in_sequence(self) -> Any:
         """The same where something is around the call: a profiler, another device, declared calls, another thread."""
         engine = self.engine
-        engine.begin()
+        engine.raise_known_errors()
         with profiler_range(self.range_name), engine.sequence(self.upcoming()):
             if not self.find():
                 self.check()
@@ -247,7 +247,7 @@ class UserCall(ABC):
         """Open the call, and send its rows.
 
         Args:
-            stream: what the engine's ``ready`` has just given, or None.
+            stream: what the engine's ``ready_stream`` has just given, or None.
         """
 
     @abstractmethod
@@ -262,7 +262,7 @@ class CallInHalves(UserCall):
         """Make the first half."""
         engine = self.engine
         self.split = True
-        engine.begin()
+        engine.raise_known_errors()
         self._modes = torch.is_inference_mode_enabled(), is_grad_enabled()
         with profiler_range(self.range_name), engine.sequence(self.upcoming()):
             if not self.find():

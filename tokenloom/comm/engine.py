@@ -160,7 +160,7 @@ class Engine:
 
     # -- errors ---------------------------------------------------------------------------------------------
 
-    def is_plain(self) -> bool:
+    def needs_no_sequence(self) -> bool:
         """Whether a call that is made now needs nothing around it: its device is the current one, no profiler listens,
         torch transforms nothing, and no other calls have been declared."""
         index = self._device_index
@@ -173,13 +173,13 @@ class Engine:
             and current_mode(FAKE) is None
         )
 
-    def ready(self, waits: bool = False) -> int | None:
+    def ready_stream(self, waits: bool = False) -> int | None:
         """Raise errors that earlier calls left, as far as they are known; see
-        :meth:`tokenloom.backends.seam.Backend.ready`."""
+        :meth:`tokenloom.backends.seam.Backend.ready_stream`."""
         self.ranks.require_alive()
-        return self._backend.ready(waits)
+        return self._backend.ready_stream(waits)
 
-    def begin(self) -> None:
+    def raise_known_errors(self) -> None:
         """Raise errors that earlier calls left, as far as they are known without waiting."""
         self.ranks.require_alive()
         with on_device(self.ranks.device):
@@ -234,11 +234,11 @@ class Engine:
 
     # -- dispatch and combine -------------------------------------------------------------------------------
 
-    def send_dispatch(self, kind: DispatchKind, tokens: Tokens) -> Sent[tuple[Handle, torch.Tensor]]:
+    def send_dispatch(self, prepared: PreparedDispatch, tokens: Tokens) -> Sent[tuple[Handle, torch.Tensor]]:
         """Open a dispatch and send. ``receive`` gives (handle, rows [places, H]), without a graph."""
         self.require_room()
         with profiler_range(DISPATCH_RANGE):
-            return self.opened(self._backend.prepare_dispatch(kind).send(tokens))
+            return self.opened(prepared.send(tokens))
 
     def send_combine(
         self,

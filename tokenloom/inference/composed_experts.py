@@ -68,9 +68,9 @@ class ComposedExperts:
 
     # -- calls ----------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def ready_stream(self) -> None:
         """Raise what earlier calls left, as far as it is known without waiting."""
-        self._comm.engine.begin()
+        self._comm.engine.raise_known_errors()
 
     def forward(
         self,

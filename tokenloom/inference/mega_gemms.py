@@ -149,7 +149,7 @@ class MegaGemms:
         for gemm in (self._first, self._second):
             gemm.args.offsets, gemm.args.stored = memory.offsets.data_ptr(), memory.stored.data_ptr()
             gemm.args.begun, gemm.args.deadline = memory.begun.data_ptr(), calls.deadline
-            gemm.early = True
+            gemm.overlaps_previous = True
         self.is_stale = False
 
     # -- calls ----------------------------------------------------------------------------------------------

@@ -349,7 +349,7 @@ class MegaMoE:
 
     def refuse(self, fault: Exception) -> NoReturn:
         """Tell the other ranks, which make a call, that this one cannot: theirs raise PeerError. Raises ``fault``."""
-        self._experts.begin()
+        self._experts.ready_stream()
         with self.comm.engine.sequence(*self._experts.upcoming):
             raise fault
 
@@ -389,7 +389,7 @@ class MegaMoE:
         What is wrong is told to the other ranks, behind what earlier calls have left.
         """
         engine, plan, device = self.comm.engine, self.comm.plan, self._device
-        self._experts.begin()
+        self._experts.ready_stream()
         with engine.sequence(*self._experts.upcoming):
             if not self._experts.checks_tokens:
                 options = DispatchOptions("expert", 1, "bounded", 1, to_fp8=not isinstance(x, (tuple, list)))

@@ -85,7 +85,7 @@ class NvlinkExperts:
         self._calls: FusedLayerCalls = comm.engine.fused_layer(num_shared_experts)
         self._has_memory = False
         self._sums = Kernel(SumRoutesVariant(plan, num_shared_experts=num_shared_experts).spec(), comm.device.index)
-        self._sums.early = True
+        self._sums.overlaps_previous = True
         self._senders_of: dict[torch.dtype, Senders] = {}
         self._times: MegaTimes | None = None
 
@@ -115,17 +115,17 @@ class NvlinkExperts:
 
     # -- calls ----------------------------------------------------------------------------------------------
 
-    def begin(self) -> int | None:
+    def ready_stream(self) -> int | None:
         """Raise errors of earlier calls, so that this call raises none of them later.
 
         Returns:
             Handle of the current stream, where the call needs nothing around it; else None.
         """
         engine = self._comm.engine
-        if engine.is_plain() and not engine.open_calls.any_open():
+        if engine.needs_no_sequence() and not engine.open_calls.any_open():
             engine.ranks.require_alive()
             return self._calls.make_room()
-        engine.begin()
+        engine.raise_known_errors()
         self._calls.make_room()
         return None
 
@@ -148,7 +148,7 @@ class NvlinkExperts:
         """
         engine = self._comm.engine
         tokens, scales = x if isinstance(x, tuple) else (x, None)
-        ready = self.begin()
+        known_stream = self.ready_stream()
         with engine.sequence(*self.upcoming) as sequence:
             result = tokens.new_empty(tokens.shape, dtype=torch.bfloat16) if out is None else out
             senders = self._senders(tokens.dtype)  # loaded before ranks agree on anything, as it takes seconds
@@ -157,9 +157,9 @@ class NvlinkExperts:
             if self._gemms.is_stale:
                 self._gemms.set_constant_arguments()
             engine.open_calls.require_room()
-            stream = current_handle(self._comm.device) if ready is None else ready
+            stream = current_handle(self._comm.device) if known_stream is None else known_stream
             schedule = schedule or schedule_for(len(tokens), self._comm.plan.num_ranks)
-            if ready is None:
+            if known_stream is None:
                 self._calls.follow()  # the except branch zeros memory that the previous call may still read
             try:
                 tokens, ids = aligned(tokens), aligned(topk_ids)
@@ -178,12 +178,12 @@ class NvlinkExperts:
                     len(tokens),
                     ids.dtype == torch.int64,
                 )
-                number = self._calls.send(sender, ready, schedule.send_sms)
+                number = self._calls.send(sender, known_stream, schedule.send_sms)
                 engine.open_calls.count += 1
                 sequence.opened()
                 after_stage("dispatch")
                 self._gemms.run(stream, schedule.gemm2_sms, after_stage)
-                self._calls.meet(number, ready)
+                self._calls.meet(number, known_stream)
             except BaseException:
                 self._memory.counted.zero_()  # the next call expects zeros
                 raise

@@ -293,7 +293,7 @@ class RoutedExperts(nn.Module):
             TokenloomError: as in ``Communicator.dispatch``.
         """
         engine = self.comm.engine
-        engine.begin()
+        engine.raise_known_errors()
         self.accumulate_main_grads()
         dtype = self._compute_dtype(getattr(x, "dtype", None))
         with engine.sequence(*self.first_calls(dtype)):  # sends nothing: bad input is told to the other ranks

@@ -357,7 +357,7 @@ class ExpertParallelMoE(nn.Module):
         if counts is None:
             counts = self.training and torch.is_grad_enabled()
         engine, experts = self.comm.engine, self.experts
-        engine.begin()
+        engine.raise_known_errors()
         router_weight = self._parameters.get("router_weight")  # getattr would compute a parametrized weight
         dtype = None if router_weight is None else router_weight.dtype
         trained = ""
@@ -397,7 +397,7 @@ class ExpertParallelMoE(nn.Module):
         topk_ids: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
         token_mask: torch.Tensor | None,
-    ) -> _Routed:
+    ) -> _RoutedTokens:
         """Choose experts, or take the caller's. Not collective. Logits, weights and sums are at least float32."""
         tokens = self.experts.tokens(x)
         self._require_dtype(tokens.dtype)
@@ -415,7 +415,7 @@ class ExpertParallelMoE(nn.Module):
                 None if each is None else each.index_select(0, real) for each in (topk_ids, topk_weights)
             )
         if topk_ids is not None and topk_weights is not None and not self._wants_sums():
-            return _Routed(tokens, topk_ids, topk_weights, None, real)
+            return _RoutedTokens(tokens, topk_ids, topk_weights, None, real)
         dtype = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):  # autocast would route by bfloat16 logits
             logits = router_logits(tokens, self._replicated(self.router_weight), dtype)
@@ -425,7 +425,7 @@ class ExpertParallelMoE(nn.Module):
                 logits, self.correction_bias, None if topk_ids is None else topk_ids.long()
             )
             sums = router_sums(logits, probabilities, ids) if self._wants_sums() else None
-            return _Routed(tokens, ids, weights if topk_weights is None else topk_weights, sums, real)
+            return _RoutedTokens(tokens, ids, weights if topk_weights is None else topk_weights, sums, real)
 
     def _require_dtype(self, dtype: torch.dtype) -> None:
         """Raise if tokens have another dtype than the parameters outside of the experts."""
@@ -520,7 +520,7 @@ class ExpertParallelMoE(nn.Module):
         finally:
             self._records = [each for each in self._records if each is not routes]
 
-    def _record(self, routed: _Routed, shape: torch.Size) -> None:
+    def _record(self, routed: _RoutedTokens, shape: torch.Size) -> None:
         if not self._records or in_backward():
             return
         # Copies: a compiler may reuse the memory of the caller's routes.
@@ -574,7 +574,7 @@ class ExpertParallelMoE(nn.Module):
 
 
 @dataclass
-class _Routed:
+class _RoutedTokens:
     """Tokens with their routes.
 
     Attributes:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tokenloom.backends.seam import SWAPPED, Handle, Upcoming
+from tokenloom.backends.seam import SWAPPED, Handle, Sent, Upcoming
 from tokenloom.comm.checks import DispatchArguments
 from tokenloom.comm.communicator import Communicator
 from tokenloom.ops.autocast import autocast_dtype
@@ -27,7 +27,7 @@ from tokenloom.runtime.torch_modes import require_eager, require_no_tangent, set
 from tokenloom.training.parameters import EXPERT_WEIGHTS
 from tokenloom.training.pieces import Piece, RunOptions, backward_calls, cut, forward_calls, save, saved
 from tokenloom.training.shards import require_unchanged, versions
-from tokenloom.training.transfers import StreamTransfer, TransferStream
+from tokenloom.training.transfers import RunningTransfer, TransferStream
 
 DIFFERENTIABLE = 6
 """Inputs of the node that may want a gradient: x, the routes' weights, w1, w2 and their biases."""
@@ -81,7 +81,7 @@ def routed_experts(
         PlanMismatch: another rank has other weights that require grad, or something else in ``alike``.
         TokenloomError: as in ``Communicator.dispatch``.
     """
-    comm.engine.begin()
+    comm.engine.raise_known_errors()
     device, dtype = x.device.type, autocast_dtype(x.device)
     tensors: Tensors = (w1, w2, w1_bias, w2_bias)
     try:
@@ -183,7 +183,7 @@ class _Forward:
         # The first two dispatches overwrite no rows. A later one waits for the GEMMs that read what it overwrites.
         computed = [self.transfers.mark()] * 2
         handle, rows, arrival = self._begin_dispatch(0, computed[0])()
-        homecomings: list[StreamTransfer] = []
+        homecomings: list[RunningTransfer] = []
         for number, tokens in enumerate(self.slices):
             more = number + 1 < len(self.slices)
             finish = self._begin_dispatch(number + 1, computed[number + 1]) if more else None
@@ -202,14 +202,14 @@ class _Forward:
 
     def _begin_dispatch(
         self, number: int, after: torch.cuda.Event | None
-    ) -> Callable[[], tuple[Handle, torch.Tensor, StreamTransfer]]:
+    ) -> Callable[[], tuple[Handle, torch.Tensor, RunningTransfer]]:
         """Send a piece. Call the returned function to finish the dispatch before anything else travels."""
         tokens = self.slices[number]
         inputs = (self.x[tokens], self.topk_ids[tokens], self.topk_weights[tokens])
         with self.transfers.transfer(inputs, after):
             pending = self._send(number, inputs)
 
-        def finish() -> tuple[Handle, torch.Tensor, StreamTransfer]:
+        def finish() -> tuple[Handle, torch.Tensor, RunningTransfer]:
             with self.transfers.transfer((), after) as transfer:
                 handle, rows = pending.receive()
                 transfer.results += [handle, rows]
@@ -217,17 +217,19 @@ class _Forward:
 
         return finish
 
-    def _send(self, number: int, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
+    def _send(
+        self, number: int, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> Sent[tuple[Handle, torch.Tensor]]:
         """Open the dispatch of a piece."""
         capacity = self.options.pool_rows
         sizes, strategy = "exact" if capacity is None else "bounded", self.options.strategy.dispatch
         arguments = DispatchArguments("expert", 1, sizes, capacity, strategy=strategy)
         # Views last as long as one piece without a backward.
         owner = "but rows" if any(self.needs) or len(self.slices) > 1 else False
-        known, checked = self.kinds.dispatch(
+        known, tokens = self.kinds.find_or_check_dispatch(
             arguments, (*self.needs[:2], owner, False, number > 0, None, self.alike), *inputs
         )
-        return self.engine.send_dispatch(known.kind, checked)
+        return self.engine.send_dispatch(known.prepared, tokens)
 
     def _compute(self, tokens: slice, handle: Handle, rows: torch.Tensor) -> torch.Tensor:
         """Run the experts on the rows of a piece, giving weighted rows [R, H]."""
@@ -261,7 +263,7 @@ class _Backward:
         # Without overlap, sending further ahead only holds memory longer.
         self.ahead = ctx.engine.capabilities.receive_buffers if self.transfers.overlaps else 1
         self.sends: deque[tuple[Piece, torch.Tensor, str]] = deque()
-        self.under_way: deque[tuple[torch.Tensor, StreamTransfer]] = deque()
+        self.under_way: deque[tuple[torch.Tensor, RunningTransfer]] = deque()
         self.grad_x: torch.Tensor | None = None
         self.grad_weights: list[torch.Tensor] = []
         self.grad_w1: torch.Tensor | None = None
@@ -292,7 +294,7 @@ class _Backward:
         begin = self.transfers.mark()
         for _ in range(self.ahead):
             self._dispatch_next(begin)
-        homecomings: list[StreamTransfer] = []
+        homecomings: list[RunningTransfer] = []
         for_w1: list[tuple[Piece, torch.Tensor]] = []
         for piece in self.pieces:
             grad_out, gemms = self._next_rows(), piece.gemms
@@ -343,7 +345,7 @@ class _Backward:
 
     def _bring_home(
         self, piece: Piece, grad_rows: torch.Tensor | None, grad_row_weights: torch.Tensor
-    ) -> StreamTransfer:
+    ) -> RunningTransfer:
         inputs = (grad_rows, grad_row_weights, piece.handle, self.grad_x)
         with self.transfers.transfer(inputs, self.transfers.mark()) as transfer:
             if grad_rows is not None and self.grad_x is not None:

@@ -254,8 +254,8 @@ class _Transfers:
         engine = self._engine
         arguments = DispatchArguments("expert", sizes="exact", strategy=strategy)
         mode = (self._x.requires_grad, self._weights.requires_grad, True, False, False)
-        known, tokens = self._kinds.dispatch(arguments, mode, self._x, self.ids, self._weights)
-        handle, rows = engine.send_dispatch(known.kind, tokens).receive()
+        known, tokens = self._kinds.find_or_check_dispatch(arguments, mode, self._x, self.ids, self._weights)
+        handle, rows = engine.send_dispatch(known.prepared, tokens).receive()
         return handle, autograd.dispatched(engine, handle, rows, self._x, self._weights)[0]
 
     def _dispatch_calls(self, strategy: str) -> Calls:

@@ -12,7 +12,7 @@ HANDSHAKE = (
       "a call of one thread waits behind that of another, in an order that other ranks need not have",
       "runtime.turns:Turn.enter", "fault = refusal()", "fault = None",
       "tests/comm/test_threads.py::test_calls_at_once"),
-    M("a-transform-goes-the-plain-way", "a call that torch transforms is made", "comm.engine:Engine.is_plain",
+    M("a-transform-goes-the-plain-way", "a call that torch transforms is made", "comm.engine:Engine.needs_no_sequence",
       "current_transforms() is None", "True", "tests/comm/test_torch_modes.py::test_a_transform_on_one_rank_is_told"),
     M("a-transform-around-what-is-told", "a fault is told under the transform that it is about",
       "runtime.telling:Telling.__exit__", "is_eager()", "True",

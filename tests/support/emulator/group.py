@@ -519,7 +519,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
         for owner, name, value in (
             (kernel.Kernel, "__init__", FakeKernel.__init__),
             (kernel.Kernel, "launch", FakeKernel.launch),
-            (kernel.Kernel, "early", False),
+            (kernel.Kernel, "overlaps_previous", False),
             (backend_module, "SymmetricBuffer", FakeBuffer),
             (buffers, "SymmetricBuffer", FakeBuffer),
             (nodes_memory, "SymmetricBuffer", FakeBuffer),

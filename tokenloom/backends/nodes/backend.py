@@ -124,12 +124,12 @@ class NodesBackend:
 
     def prepare_dispatch(self, kind: DispatchKind) -> PreparedDispatch:
         if kind.options.sizes == "bounded":
-            return self.prepared(kind)
+            return self.find_or_prepare(kind)
         require_no_host_read(True, "sizes='exact'")
         check(self._shared, kind)
         return ExactHalves(self, kind)
 
-    def prepared(
+    def find_or_prepare(
         self, kind: DispatchKind, repeats: bool = False, user_options: DispatchOptions | None = None
     ) -> NodesDispatch:
         """Dispatches of one kind with bounded sizes.
@@ -159,9 +159,9 @@ class NodesBackend:
             found = self._combines[kind] = NodesCombine(self._launcher, kind, number, self._checked)
         return found
 
-    def ready(self, waits: bool = False) -> int | None:
+    def ready_stream(self, waits: bool = False) -> int | None:
         if self._shared.overflow is None:
-            stream = self._launcher.ready(0 if waits else CALLS_IN_FLIGHT)
+            stream = self._launcher.ready_stream(0 if waits else CALLS_IN_FLIGHT)
             if stream is not None:
                 return stream
         self.check("nothing")
@@ -219,7 +219,7 @@ class NodesBackend:
         tokens = Tokens(x, scales, handle.ids(), None)
         alike = () if width is None else (("width", str(width)),)  # the kernel's rows do not tell
         kind = DispatchKind(options, x.dtype, tokens.topk_ids.dtype, with_scales=scales is not None, alike=alike)
-        return self.prepared(kind, repeats=True).send(tokens)
+        return self.find_or_prepare(kind, repeats=True).send(tokens)
 
     def send_weight_gradients(self, handle: PeerHandle, grad: torch.Tensor) -> Sent[torch.Tensor]:
         """A combine of short rows: each gradient comes from one rank, and the others have zeros, so sums are exact."""

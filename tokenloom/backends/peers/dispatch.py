@@ -14,7 +14,7 @@ from tokenloom.backends.peers.buffers import RECEIVE_BUFFERS, Buffers, ReceiveBu
 from tokenloom.backends.peers.copies import Copies
 from tokenloom.backends.peers.handle import (
     PeerHandle,
-    Results,
+    ResultsLayout,
     ResultsMemory,
     copied_with_room,
     place_by_expert,
@@ -79,7 +79,7 @@ class Dispatcher:
         if kind.split and kind.options.sizes == "exact":
             check(self.shared, kind)
             return ExactHalves(self, kind)
-        return self.prepared(kind)
+        return self.find_or_prepare(kind)
 
     def _forget(self) -> None:
         """Prepare all anew: what was prepared knows where buffers were."""
@@ -89,7 +89,7 @@ class Dispatcher:
         self._prepared.clear()
         self._resends.clear()
 
-    def prepared(
+    def find_or_prepare(
         self,
         kind: DispatchKind,
         capacity: int | None = None,
@@ -177,7 +177,7 @@ class Dispatcher:
                 with_scales=scales is not None,
                 width=None if x.shape[1] == self.plan.hidden else x.shape[1],
             )
-            prepared = self.prepared(kind, capacity, repeats)
+            prepared = self.find_or_prepare(kind, capacity, repeats)
             self._resends[key] = prepared
         return prepared.launch(tokens, None, stream)[:2]
 
@@ -212,7 +212,7 @@ class DirectDispatch(PeerDispatch):
         self.capacity = self._most_rows() if capacity is None else capacity
         self.num_places = plan.worst_case_rows("rank") if options.layout == "rank" else self.capacity
         self._buffer_rows = self.capacity if options.layout == "expert" else 0
-        results = Results(
+        results = ResultsLayout(
             plan,
             self.launcher,
             options,
@@ -227,9 +227,9 @@ class DirectDispatch(PeerDispatch):
         self.prepare_kernels(results, self.num_places)
         self.kernel.args.stop_on_overflow = self.waits
         self.kernel.args.host_counts = shared.host_counts.address if self.waits else 0
-        self._lends_early = self.waits and kind.output_owner == "if needed" and not (kind.split or kind.early)
+        self._lends_early = self.waits and kind.output_owner == "if needed" and not (kind.split or kind.sent_ahead)
         # Two such dispatches may be open at once.
-        self._wants_both_buffers = kind.split or kind.early or kind.output_owner == "but rows"
+        self._wants_both_buffers = kind.split or kind.sent_ahead or kind.output_owner == "but rows"
         self._is_short = options.sizes == "bounded" and self.num_places < (options.capacity or 0)
         self._copies_nothing = not (self.waits or kind.output_owner or self._is_short or shared.checked)
         self._receive_buffer(self._count.num_dispatches)  # last: it may make memory, which all ranks then do
@@ -403,7 +403,7 @@ class DirectDispatch(PeerDispatch):
         others_wait = Telling(lambda fault: self.launcher.report_fault(fault, ["dispatch"]), self.launcher.ranks.abort)
         with others_wait:  # they have begun it
             kind = replace(self.kind, options=plain)
-            handle, rows, _ = self._dispatcher.prepared(kind, most).launch(tokens)
+            handle, rows, _ = self._dispatcher.find_or_prepare(kind, most).launch(tokens)
         self.launcher.settle(0)
         return spread_by_expert(self.options, handle, handle.cut_to_size(handle.all_sizes(), rows))
 
@@ -439,7 +439,7 @@ class Prepares(Protocol):
     @property
     def launcher(self) -> Launcher: ...
 
-    def prepared(self, kind: DispatchKind, *, user_options: DispatchOptions) -> PreparedDispatch:
+    def find_or_prepare(self, kind: DispatchKind, *, user_options: DispatchOptions) -> PreparedDispatch:
         """Dispatches of one kind, as parts of calls with the options that the user asked for."""
 
 
@@ -460,7 +460,7 @@ class ExactHalves:
         layout = "token" if options.layout == "expert" else options.layout
         capacity = plan.worst_case_rows("token") if layout == "token" else None
         plain = replace(options, layout=layout, alignment=1, sizes="bounded", capacity=capacity, strategy="dedup")
-        self._prepared = dispatcher.prepared(replace(kind, options=plain), user_options=options)
+        self._prepared = dispatcher.find_or_prepare(replace(kind, options=plain), user_options=options)
 
     @property
     def is_stale(self) -> bool:
@@ -469,7 +469,7 @@ class ExactHalves:
     def send(self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None) -> SentExactHalf:
         assert out is None, "results of an exact size have no room of the caller's"
         require_no_host_read(True, "sizes='exact'")
-        if not (self._kind.split or self._kind.early):  # a call that waits first raises the errors of earlier ones
+        if not (self._kind.split or self._kind.sent_ahead):  # the host will wait, so it hears of earlier errors first
             self.dispatcher.launcher.settle(0)
         return SentExactHalf(self, self._prepared.send(tokens))
 

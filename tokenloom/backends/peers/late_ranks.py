@@ -191,7 +191,7 @@ class DispatchUntilDone:
     is_stale, waits = False, True
 
     def __init__(self, late: LateRanks, maker: Remakes, kind: DispatchKind) -> None:
-        self._late, self._maker, self._kind = late, maker, replace(kind, split=False, early=False)
+        self._late, self._maker, self._kind = late, maker, replace(kind, split=False, sent_ahead=False)
 
     def send(
         self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None

@@ -209,7 +209,7 @@ class Launcher:
         self._last_captured = self._stream_of(stream, self._last_captured)
         self._graphs.hold(stream, self, *self.keep_with_graphs)
 
-    def ready(self, in_flight: int = CALLS_IN_FLIGHT) -> int | None:
+    def ready_stream(self, in_flight: int = CALLS_IN_FLIGHT) -> int | None:
         """Raise what earlier calls left, as far as it is known, and say whether :meth:`launch_ready` can come next.
 
         Args:
@@ -239,10 +239,10 @@ class Launcher:
         status: int = 0,
         repeats: bool = False,
     ) -> None:
-        """Launch on a stream that :meth:`ready` returned, without asking for stream or capture.
+        """Launch on a stream that :meth:`ready_stream` returned, without asking for stream or capture.
 
         Args:
-            stream: what :meth:`ready` has given. It holds until ``CALLS_IN_FLIGHT`` calls are in flight.
+            stream: what :meth:`ready_stream` has given. It holds until ``CALLS_IN_FLIGHT`` calls are in flight.
             number: of the call; None: it is the next one.
         """
         launches = self._num_launches
