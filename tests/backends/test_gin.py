@@ -491,11 +491,11 @@ def test_narrow_rows_say_their_width() -> None:
     """They travel as bits in rows of the usual width. A rank that sends others by that call is told."""
     plan = Plan(2, 4, 256, 2, 8)
     made: Any = mock.Mock(plan=plan, _checked=False, spec=NodesBackend)
-    for name in ("send_rows", "_send_rows", "_repeat"):
+    for name in ("resend", "_resend_to_rows", "_send_rows", "_repeat"):
         setattr(made, name, getattr(NodesBackend, name).__get__(made))
     handle = mock.Mock(ids=lambda: torch.zeros(3, 2, dtype=torch.int32))
     for rows in (torch.ones(3, 256, dtype=BF16), torch.ones(3, 4), torch.ones(3, 8)):
-        made.send_rows(handle, rows)
-    kinds = [call.args[0] for call in made.prepared.call_args_list]
+        made.resend(handle, rows, "rows")
+    kinds = [call.args[0] for call in made.find_or_prepare.call_args_list]
     assert [kind.x_dtype for kind in kinds] == [BF16] * 3
     assert [dispatch_fields(0, kind).get("width") for kind in kinds] == [None, "4", "8"]

@@ -24,7 +24,7 @@ from tests.cli.borrowed import borrowed
 from tests.conftest import Ranks
 from tests.support.defaults import caller_default
 from tests.support.on_ranks import on_ranks
-from tokenloom.backends.collective import CollectiveBackend
+from tokenloom.backends.collective import CollectiveBackend, PreparedByCollective
 from tokenloom.backends.seam import CombineKind, DispatchKind
 from tokenloom.bench import setup
 from tokenloom.cli import app
@@ -110,7 +110,8 @@ class Meter:
 
             def call(*args: Any, **options: Any) -> Any:
                 """The strategy comes last, or in the options."""
-                given = [arg.options if isinstance(arg, DispatchKind | CombineKind) else arg for arg in args]
+                kinds = [arg._kind if isinstance(arg, PreparedByCollective) else arg for arg in args]
+                given = [kind.options if isinstance(kind, DispatchKind | CombineKind) else kind for kind in kinds]
                 (strategy,) = (
                     each for each in (getattr(arg, "strategy", arg) for arg in given) if isinstance(each, str)
                 )
