@@ -14,6 +14,7 @@ import torch
 
 from tests.conftest import Ranks
 from tokenloom.backends.collective import PreparedCombineByCollective
+from tokenloom.backends.peers.combine import SumsAtHome
 from tokenloom.backends.seam import Sent
 from tokenloom.bench.differences import Difference
 from tokenloom.demo import check, train
@@ -81,13 +82,14 @@ class SlightlyWrong:
 
 def check_with_a_wrong_combine(context: RankContext) -> list[Compared]:
     """Check while every combine of rank 0 is slightly wrong."""
-    real = PreparedCombineByCollective.send
+    combines: type[Any] = PreparedCombineByCollective if context.device.type == "cpu" else SumsAtHome
+    real = combines.send
 
-    def wrong(prepared: PreparedCombineByCollective, *arguments: Any, **options: Any) -> Sent[torch.Tensor]:
+    def wrong(prepared: object, *arguments: Any, **options: Any) -> Sent[torch.Tensor]:
         pending = real(prepared, *arguments, **options)
         return SlightlyWrong(pending) if context.rank == 0 else pending
 
-    with mock.patch.object(PreparedCombineByCollective, "send", wrong):
+    with mock.patch.object(combines, "send", wrong):
         return check.check_on_rank(context, seed=0)[1]
 
 

@@ -109,7 +109,8 @@ HALVES = (
       "comm.calls:DispatchCall.receive", "nullcontext() if is_grad_enabled() else torch.enable_grad()",
       "nullcontext()", f"{PENDING_TESTS}test_gradients"),
     M("no-graph-of-combine-without-grad-mode",
-      "the second half of a combine under no_grad loses the graph of the first", "comm.autograd:_Home.receive",
+      "the second half of a combine under no_grad loses the graph of the first",
+      "comm.autograd:_SentWithGraph.receive",
       "torch.enable_grad()", "torch.set_grad_enabled(torch.is_grad_enabled())", f"{PENDING_TESTS}test_gradients"),
 )
 
