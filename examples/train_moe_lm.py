@@ -5,23 +5,23 @@
 
 Ranks share each batch (data parallelism) and the experts of each block (expert parallelism). All but the experts is
 replicated, and DistributedDataParallel averages its gradients. Batches and weights depend on the seed alone, so the
-loss curve is the same for any number of ranks, up to rounding. docs/how-to/train.md explains each step.
+loss curve is the same for any number of ranks, up to rounding. docs/how-to/train.md explains each step. This file is
+also what `tokenloom demo` trains with.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 import tokenloom as tl
 
@@ -65,7 +65,7 @@ class Block(nn.Module):
             comm=comm,
             hidden=HIDDEN,
             intermediate=INTERMEDIATE,
-            num_experts=NUM_EXPERTS,
+            num_experts=comm.plan.num_experts,
             top_k=TOP_K,
             balance_coef=BALANCE_COEF,
             # The layer sums the gradients of expert weights over ranks; DDP averages all others. This makes a mean of
@@ -82,20 +82,11 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """int64 [B, S] -> logits of the next byte [B, S, VOCABULARY], balance loss of all blocks."""
 
-    def __init__(self, max_tokens_per_rank: int, ranks_per_node: int | None = None) -> None:
+    def __init__(self, comm: tl.Communicator) -> None:
         super().__init__()
-        comm = tl.Communicator(  # one for all blocks: they take turns
-            dist.group.WORLD,
-            num_experts=NUM_EXPERTS,
-            hidden=HIDDEN,
-            top_k=TOP_K,
-            max_tokens_per_rank=max_tokens_per_rank,
-            dtype=torch.float32,
-            ranks_per_node=ranks_per_node,
-        )
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
         self.positions = nn.Embedding(CONTEXT, HIDDEN)
-        self.blocks = nn.ModuleList(Block(comm) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(comm) for _ in range(BLOCKS))  # they take turns
         self.norm = nn.RMSNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
@@ -118,13 +109,8 @@ def reset_parameters(model: nn.Module, seed: int) -> None:
     for number, module in enumerate(model.modules()):
         if isinstance(module, tl.ExpertParallelMoE):
             module.reset_parameters(seed=1000 * seed + number)
-        elif hasattr(module, "reset_parameters") and not isinstance(module, tl.RoutedExperts):  # of a layer
+        elif isinstance(module, nn.Linear | nn.Embedding):
             module.reset_parameters()
-
-
-def data_parallel(model: nn.Module) -> DistributedDataParallel:
-    """DDP around all of the model but the experts, whose gradients are complete when backward is done."""
-    return tl.data_parallel(model)
 
 
 class Corpus:
@@ -156,47 +142,92 @@ class Corpus:
         return pieces[:, :-1], pieces[:, 1:]
 
 
+class Trainer:
+    """Model, optimizer and batches of one rank.
+
+    Args:
+        tokens_per_step: tokens of all ranks together, sequences of CONTEXT for each rank alike.
+        steps: after as many, the learning rate is 0.
+        group: all ranks; None: the default group.
+    """
+
+    def __init__(
+        self,
+        tokens_per_step: int,
+        steps: int,
+        seed: int,
+        device: torch.device,
+        *,
+        num_experts: int = NUM_EXPERTS,
+        ranks_per_node: int | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.group, self.rank, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self.device, self.num_sequences = device, tokens_per_step // CONTEXT
+        comm = tl.Communicator(
+            group,
+            num_experts=num_experts,
+            hidden=HIDDEN,
+            top_k=TOP_K,
+            max_tokens_per_rank=tokens_per_step // self.num_ranks,
+            device=device,
+            dtype=torch.float32,
+            ranks_per_node=ranks_per_node,
+        )
+        self.model = LanguageModel(comm).to(device)
+        reset_parameters(self.model, seed)
+        # DDP around all of the model but the experts, whose gradients are complete when backward is done.
+        self.ddp = tl.data_parallel(self.model, process_group=group)
+        experts, others = tl.split_parameters(self.model)  # torch does not mix DTensors, as experts are, with others
+        self.optimizer = torch.optim.AdamW([{"params": others}, {"params": experts}], lr=LEARNING_RATE, eps=ADAM_EPS)
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.0, total_iters=steps)
+        self.corpus = Corpus(seed)
+
+    def step(self) -> tuple[float, float]:
+        """Make one step: loss in nats per byte, over the tokens of all ranks, and norm of the gradient."""
+        inputs, targets = self.corpus.next_batch(self.num_sequences, self.rank, self.num_ranks)
+        logits, balance_loss = self.ddp(inputs.to(self.device))
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.to(self.device).flatten())
+        self.optimizer.zero_grad()
+        (loss + balance_loss).backward()  # ranks have equally many tokens, so the mean of their means is the mean
+        norm = tl.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self.optimizer.step()
+        self.schedule.step()
+        mean = loss.detach() / self.num_ranks
+        dist.all_reduce(mean, group=self.group)
+        return mean.item(), norm.item()
+
+    def busiest_share(self) -> float:
+        """Share of the busiest expert of any layer, of the routes of all ranks and steps so far."""
+        counts = torch.stack([layer.expert_counts for layer in moe_layers(self.model)])
+        return (counts.amax(1) / counts.sum(1)).max().item()
+
+
 def train(options: argparse.Namespace, device: torch.device) -> None:
-    """All steps of one rank. Losses are in nats per byte, over the tokens of all ranks."""
+    """All steps of one rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    num_sequences, rest = divmod(options.tokens_per_step, CONTEXT)
-    if rest or num_sequences % num_ranks:
+    if options.tokens_per_step % (CONTEXT * num_ranks):
         raise SystemExit(f"--tokens-per-step must be a multiple of {CONTEXT * num_ranks} on {num_ranks} ranks")
-    model = LanguageModel(options.tokens_per_step // num_ranks, options.ranks_per_node).to(device)
-    reset_parameters(model, options.seed)
+    trainer = Trainer(
+        options.tokens_per_step, options.steps, options.seed, device, ranks_per_node=options.ranks_per_node
+    )
     if options.resume:
-        model.load_state_dict(torch.load(options.resume, weights_only=True))  # each rank takes its own experts
-    ddp = data_parallel(model)
-    experts, others = tl.split_parameters(model)  # torch does not mix DTensors, as experts are, with plain tensors
-    optimizer = torch.optim.AdamW([{"params": others}, {"params": experts}], lr=LEARNING_RATE, eps=ADAM_EPS)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=options.steps)
-    corpus = Corpus(options.seed)
+        trainer.model.load_state_dict(torch.load(options.resume, weights_only=True))  # each rank takes its own experts
 
     losses, norms = [], []
     began = time.perf_counter()
     for step in range(1, options.steps + 1):
-        inputs, targets = (each.to(device) for each in corpus.next_batch(num_sequences, rank, num_ranks))
-        logits, balance_loss = ddp(inputs)
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        (loss + balance_loss).backward()  # ranks have equally many tokens, so the mean of their means is the mean
-        norms.append(tl.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM).item())
-        optimizer.step()
-        schedule.step()
-
-        mean = loss.detach() / num_ranks
-        dist.all_reduce(mean)
-        losses.append(mean.item())
+        loss, norm = trainer.step()
+        losses.append(loss)
+        norms.append(norm)
         if rank == 0 and step % REPORT_EVERY == 0:
-            counts = torch.stack([layer.expert_counts for layer in moe_layers(model)])  # of all ranks and steps so far
-            share = (counts.amax(1) / counts.sum(1)).max().item()
             speed = REPORT_EVERY * options.tokens_per_step / (time.perf_counter() - began)
-            report = f"step {step:4}  loss {losses[-1]:.4f}  {speed:8,.0f} tokens/s  busiest expert {share:.0%}"
-            print(report, flush=True)
+            busiest = trainer.busiest_share()
+            print(f"step {step:4}  loss {loss:.4f}  {speed:8,.0f} tokens/s  busiest expert {busiest:.0%}", flush=True)
             began = time.perf_counter()
 
     if options.checkpoint:
-        full = tl.gather_state_dict(model, to="rank0")  # collective: all ranks call it
+        full = tl.gather_state_dict(trainer.model, to="rank0")  # collective: all ranks call it
         if rank == 0:
             torch.save(full, options.checkpoint)
     if options.json and rank == 0:
@@ -223,12 +254,13 @@ def main() -> None:
     options = parser.parse_args()
 
     on_gpus = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpus else torch.device("cpu")
+    device = torch.device("cuda", dist.get_node_local_rank(0)) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
     # Without torchrun: a group of one.
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None, **alone)
+    alone: dict[str, Any] = {"init_method": "tcp://127.0.0.1:0", "rank": 0, "world_size": 1}
+    ranks = {} if dist.is_torchelastic_launched() else alone
+    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None, **ranks)
     try:
         train(options, device)
     finally:

@@ -22,8 +22,8 @@ from unittest import mock
 import torch
 from rich.console import Console
 
-from tokenloom.backends.peers.buffers import is_eager
-from tokenloom.bench.comm_calls import CallMaker, make_sampler
+from tokenloom.backends.peers.buffers import sends_before_opening
+from tokenloom.bench.comm import CallMaker, make_sampler
 from tokenloom.bench.comm_work import Series, plan_series, shapes_for
 from tokenloom.bench.harness import Sample, of_the_slowest
 from tokenloom.bench.workload import make_inputs
@@ -76,7 +76,7 @@ def combines(series: Sequence[Series], variant: Variant, num_ranks: int) -> list
                 y_dtype=BF16,
                 wire_dtype=BF16,
                 out_dtype=BF16,
-                eager=is_eager(plan),
+                eager=sends_before_opening(plan),
             )
             if "combine" in each.operation.name:
                 found.append(kernel.spec())

@@ -121,6 +121,14 @@ def ranks(request: pytest.FixtureRequest, pools: Callable[[str], RankPool]) -> A
     return Ranks(pools(device), num_ranks)
 
 
+@pytest.fixture(scope="session")
+def several_ranks(ranks: Ranks) -> Ranks:
+    """Groups of ``ranks`` that are two or more, of which one can be of another opinion."""
+    if ranks.num_ranks == 1:
+        pytest.skip("a rank alone has no others")
+    return ranks
+
+
 @pytest.fixture
 def two(pools: Callable[[str], RankPool]) -> Ranks:
     """Two processes over gloo."""

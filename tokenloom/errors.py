@@ -7,6 +7,7 @@ built-in exception that a caller would otherwise expect.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 __all__ = [
     "BackendUnavailable",
@@ -46,6 +47,9 @@ class TokenloomError(Exception):
         return _again, (type(self), self.args, vars(self))
 
 
+_Error = TypeVar("_Error", bound=TokenloomError)
+
+
 def _again(kind: type[TokenloomError], args: tuple[object, ...], known: dict[str, object]) -> TokenloomError:
     """Make an error anew without its constructor."""
     error = kind.__new__(kind, *args)
@@ -69,6 +73,12 @@ def require_type(name: str, value: object, kind: type, expected: str) -> None:
     """
     if not isinstance(value, kind):
         raise InvalidArgument(f"{name} is {a_type(value)}, expected {expected}")
+
+
+def raised_by_all(error: _Error) -> _Error:
+    """Mark an error that every rank raises alike, and give it back."""
+    error.known_to_all = True
+    return error
 
 
 def is_known_to_all(error: BaseException) -> bool:
@@ -131,6 +141,10 @@ class PlanMismatch(TokenloomError, ValueError):
             cure = "combine the result of the same dispatch on all ranks"
         elif field == "communicator":
             cure = "make all communicators, and their calls, in the same order on all ranks"
+        elif field in ("topk_ids", "topk_weights"):  # of a layer
+            cure = f"pass {field} on all ranks, or on none"
+        elif field in ("trained parameters", "trained experts"):
+            cure = "freeze the same parameters on all ranks"
         elif field == "correction_bias":  # of which these are checksums
             cure = "call update_correction_bias on all ranks, with the same rate, or load the same bias on all"
         super().__init__(f"rank {rank} has {field}={theirs}, rank {base} has {field}={expected}; {cure}")

@@ -16,7 +16,7 @@ def in_large_plan(problem: Problem) -> Problem:
     plan = problem.plan
     tokens = max(plan.max_tokens_per_rank, buffers.EAGER_ROWS // plan.num_ranks + 1)
     large = replace(problem, plan=replace(plan, max_tokens_per_rank=tokens))
-    assert not buffers.is_eager(large.plan)
+    assert not buffers.sends_before_opening(large.plan)
     return large
 
 

@@ -1,4 +1,7 @@
-"""Backend "gin" with its own host code on the emulator: bits, errors that all ranks hear of, and what it refuses."""
+"""Backend "gin" with its own host code on the emulator: bits, errors that all ranks hear of, and what it refuses.
+
+What "padded" does alike is here too, and the rest in test_padded.py. Calls in halves are in test_nodes_halves.py.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,22 @@ import torch
 
 import tokenloom as tl
 from tests.support import emulator
-from tests.support.cases import BF16, FP8, FP32, Case, expert_rows, make_problem, order_of, same_bits, same_routed
+from tests.support.cases import (
+    BETWEEN_NODES,
+    BF16,
+    FP8,
+    FP32,
+    Case,
+    expert_rows,
+    make_problem,
+    order_of,
+    same_bits,
+    same_routed,
+)
 from tests.support.on_ranks import on_ranks
+from tests.support.slow import mostly_slow
 from tokenloom import reference
+from tokenloom.backends.handshake import dispatch_fields
 from tokenloom.backends.nodes import gin, memory
 from tokenloom.backends.nodes.backend import NodesBackend
 from tokenloom.backends.nodes.gin import GIN, NodeMemory
@@ -45,6 +61,9 @@ CASES = {
 }
 
 
+each_way = pytest.mark.parametrize("way", BETWEEN_NODES)
+
+
 def comm_of(context: RankContext, plan: Plan, way: str = "gin", **options: Any) -> tl.Communicator:
     sizes = {name: value for name, value in vars(plan).items() if name != "num_ranks"}
     return tl.Communicator(
@@ -61,18 +80,12 @@ def ranks_on(num_ranks: int, ranks_per_node: int) -> Any:
     )
 
 
-def names(*fast: str) -> list[Any]:
-    """Those of the cases; each takes kernels of its own, so most are slow."""
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in CASES]
-
-
-@pytest.mark.parametrize("name", names("unequal"))
-def test_bits(name: str) -> None:
+@on_ranks("emulated_four")
+@each_way
+@pytest.mark.parametrize("name", mostly_slow(CASES, ["unequal"]))
+def test_bits(context: RankContext, name: str, way: str) -> None:
     """All layouts there and back, twice each, so that regions take turns."""
-    emulator.ranks(4).run(check_bits, CASES[name])
-
-
-def check_bits(context: RankContext, case: Case, way: str = "gin") -> None:
+    case = CASES[name]
     problem = make_problem(case, context.num_ranks)
     with comm_of(context, problem.plan, way, dtype=None if case.dtype == FP8 else case.dtype) as comm:
         for sizes in ({}, {"sizes": "bounded"}):
@@ -146,12 +159,10 @@ def test_most_tokens_of_some_memory(carrier: str) -> None:
 # -- what callers may give ------------------------------------------------------------------------------------------
 
 
-def test_quantised_rows_to_tensors_of_the_caller() -> None:
+@on_ranks("emulated_four")
+@each_way
+def test_quantised_rows_to_tensors_of_the_caller(context: RankContext, way: str) -> None:
     """FP8 made on the way, with scales as grouped GEMMs take them; a serving loop that allocates nothing."""
-    emulator.ranks(4).run(check_out)
-
-
-def check_out(context: RankContext, way: str = "gin") -> None:
     problem = make_problem(replace(CASE, hidden=256, to_quantise=True), context.num_ranks)
     plan, capacity = problem.plan, problem.rows_needed("slots")
     local = plan.experts_per_rank
@@ -196,20 +207,6 @@ def test_calls_of_a_serving_loop(context: RankContext) -> None:
 
 
 @on_ranks("emulated_four")
-def test_halves(context: RankContext) -> None:
-    """Two calls are open at once, and received in either order."""
-    problem = make_problem(CASE, context.num_ranks)
-    capacity = problem.rows_needed("slots")
-    want = problem.dispatched("slots", capacity=capacity)
-    with comm_of(context, problem.plan) as comm:
-        pending = [comm.send_dispatch(*problem.arguments(context), layout="slots", capacity=capacity) for _ in "ab"]
-        second, first = pending[1].receive(), pending[0].receive()
-        comm.check()
-        for routed in (first, second):
-            same_routed(routed, want[context.rank], problem.plan)
-
-
-@on_ranks("emulated_four")
 def test_exact_sizes_read_on_the_host(context: RankContext) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with comm_of(context, problem.plan, checked=True) as comm:
@@ -222,13 +219,12 @@ def test_exact_sizes_read_on_the_host(context: RankContext) -> None:
 # -- errors ---------------------------------------------------------------------------------------------------------
 
 
+@on_ranks("emulated_four")
+@each_way
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
-def test_all_ranks_hear_of_a_fault(call: str) -> None:
-    """Rank 3 fails before its call. Ranks of both nodes are told why, and go on."""
-    emulator.ranks(4).run(check_fault, call)
-
-
-def check_fault(context: RankContext, call: str, way: str = "gin") -> None:
+def test_all_ranks_hear_of_a_fault(context: RankContext, call: str, way: str) -> None:
+    """Rank 3 fails before its call, and takes part in what carries regions. Ranks of both nodes are told why, and go
+    on."""
     problem = make_problem(CASE, context.num_ranks)
     x, ids, weights = problem.arguments(context)
     capacity = problem.rows_needed("slots")
@@ -256,11 +252,9 @@ def check_fault(context: RankContext, call: str, way: str = "gin") -> None:
         there_and_back(context, comm, problem, "slots")
 
 
-def test_all_ranks_hear_of_options_that_differ() -> None:
-    emulator.ranks(4).run(check_mismatch)
-
-
-def check_mismatch(context: RankContext, way: str = "gin") -> None:
+@on_ranks("emulated_four")
+@each_way
+def test_all_ranks_hear_of_options_that_differ(context: RankContext, way: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     capacity = problem.rows_needed("slots")
     with comm_of(context, problem.plan, way) as comm:
@@ -272,13 +266,11 @@ def check_mismatch(context: RankContext, way: str = "gin") -> None:
         there_and_back(context, comm, problem, "slots")
 
 
+@on_ranks("emulated_four")
+@each_way
 @pytest.mark.parametrize("odd", range(4))
-def test_all_ranks_hear_of_combines_that_differ(odd: int) -> None:
+def test_all_ranks_hear_of_combines_that_differ(context: RankContext, odd: int, way: str) -> None:
     """Ranks of one node differ; those of the other, of which only one hears of each, name the same rank."""
-    emulator.ranks(4).run(check_combines, odd)
-
-
-def check_combines(context: RankContext, odd: int, way: str = "gin") -> None:
     problem = make_problem(CASE, context.num_ranks)
     with comm_of(context, problem.plan, way) as comm:
         routed = comm.dispatch(*problem.arguments(context), layout="rank", sizes="bounded")
@@ -310,12 +302,10 @@ def test_weights_that_come_later_are_refused(context: RankContext) -> None:
         there_and_back(context, comm, problem, "slots")
 
 
-def test_faults_behind_an_overflow_that_nobody_has_read() -> None:
+@on_ranks("emulated_four")
+@each_way
+def test_faults_behind_an_overflow_that_nobody_has_read(context: RankContext, way: str) -> None:
     """A dispatch in halves waits for no earlier call, with exact sizes either, or ranks would be a call apart."""
-    emulator.ranks(4).run(check_unread_overflow)
-
-
-def check_unread_overflow(context: RankContext, way: str = "gin") -> None:
     problem = make_problem(CASE, context.num_ranks)
     x, ids, weights = problem.arguments(context)
     with comm_of(context, problem.plan, way) as comm:
@@ -328,11 +318,9 @@ def check_unread_overflow(context: RankContext, way: str = "gin") -> None:
         there_and_back(context, comm, problem, "slots")
 
 
-def test_too_many_rows_are_told_on_all_ranks() -> None:
-    emulator.ranks(4).run(check_overflow)
-
-
-def check_overflow(context: RankContext, way: str = "gin") -> None:
+@on_ranks("emulated_four")
+@each_way
+def test_too_many_rows_are_told_on_all_ranks(context: RankContext, way: str) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with comm_of(context, problem.plan, way) as comm:
         for layout in ("slots", "token", "expert"):
@@ -497,3 +485,17 @@ def test_calls_that_follow_a_fault(awaited: bool, checked: bool, opened: list[st
     made._checked, fault = checked, ValueError("bad")
     made.report_fault(fault, [Upcoming("dispatch", awaited=awaited), Upcoming("combine")])
     assert launcher.method_calls == [mock.call.report_fault(fault, opened, awaited), mock.call.finish_all()]
+
+
+def test_narrow_rows_say_their_width() -> None:
+    """They travel as bits in rows of the usual width. A rank that sends others by that call is told."""
+    plan = Plan(2, 4, 256, 2, 8)
+    made: Any = mock.Mock(plan=plan, _checked=False, spec=NodesBackend)
+    for name in ("resend", "_resend_to_rows", "_send_rows", "_repeat"):
+        setattr(made, name, getattr(NodesBackend, name).__get__(made))
+    handle = mock.Mock(ids=lambda: torch.zeros(3, 2, dtype=torch.int32))
+    for rows in (torch.ones(3, 256, dtype=BF16), torch.ones(3, 4), torch.ones(3, 8)):
+        made.resend(handle, rows, "rows")
+    kinds = [call.args[0] for call in made.find_or_prepare.call_args_list]
+    assert [kind.x_dtype for kind in kinds] == [BF16] * 3
+    assert [dispatch_fields(0, kind).get("width") for kind in kinds] == [None, "4", "8"]

@@ -101,7 +101,7 @@ def test_calls_of_one_kind(fields_of: Callable[[int], Fields]) -> None:
 def test_what_ranks_may_differ_in() -> None:
     """Who owns the outputs, and what began early, is each rank's own business."""
     ours = hash_of(dispatch_fields(7, dispatch_kind()))
-    for options in ({"output_owner": True}, {"early": True}):
+    for options in ({"output_owner": True}, {"sent_ahead": True}):
         assert hash_of(dispatch_fields(7, dispatch_kind(**options))) == ours
 
 

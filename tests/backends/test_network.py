@@ -156,23 +156,21 @@ def test_six_ranks(six: Ranks, case: Case, ranks_per_node: int) -> None:
     six.run(check_layouts, case, ranks_per_node)
 
 
-@pytest.mark.slow
-def test_three_nodes(six: Ranks) -> None:
-    """The same for the case of the other tests."""
-    six.run(check_layouts, CASE, 2)
-
-
 def check_layouts(context: RankContext, case: Case, ranks_per_node: int) -> None:
     problem = make_problem(case, context.num_ranks)
     with make_comm(context, "network", problem.plan, ranks_per_node=ranks_per_node) as comm:
-        for layout in LAYOUTS:
-            options: dict[str, Any] = {"layout": layout, "alignment": 4 if layout == "expert" else 1}
-            if layout == "slots":
-                options["capacity"] = problem.rows_needed("slots") + 1
-            there_and_back(context, comm, problem, options, bounded=False)
-            if layout in ("token", "expert"):
-                options["capacity"] = problem.rows_needed(layout, options["alignment"]) + 3
-                there_and_back(context, comm, problem, options, bounded=True)
+        all_layouts(context, comm, problem)
+
+
+def all_layouts(context: RankContext, comm: Communicator, problem: Problem) -> None:
+    for layout in LAYOUTS:
+        options: dict[str, Any] = {"layout": layout, "alignment": 4 if layout == "expert" else 1}
+        if layout == "slots":
+            options["capacity"] = problem.rows_needed("slots") + 1
+        there_and_back(context, comm, problem, options, bounded=False)
+        if layout in ("token", "expert"):
+            options["capacity"] = problem.rows_needed(layout, options["alignment"]) + 3
+            there_and_back(context, comm, problem, options, bounded=True)
 
 
 def there_and_back(
@@ -290,23 +288,6 @@ def train(
     found = [out.detach(), x.grad, *(local_part(parameter.grad) for parameter in layer.parameters())]
     comm.close()
     return [tensor for tensor in found if tensor is not None]
-
-
-@on_ranks("four")
-def test_mega_moe(context: RankContext) -> None:
-    """Its calls over nodes: the same bits."""
-    sizes = {"num_experts": 8, "hidden": 128, "intermediate": 128, "top_k": 3, "max_tokens_per_rank": 8}
-    generator = torch.Generator().manual_seed(context.rank)
-    w1, w2 = (torch.randn(2, rows, 128, generator=generator).bfloat16() for rows in (256, 128))
-    x, ids = torch.randn(5, 128, generator=generator).bfloat16(), torch.rand(5, 8, generator=generator).topk(3).indices
-    outs = []
-    for options in ({"ranks_per_node": 2}, {}):
-        layer = tl.MegaMoE(context.group, backend="composed", **sizes, **options)
-        assert layer.comm.backend == ("network" if options else "collective")
-        layer.load_weights(w1, w2)
-        outs.append(layer(x, ids, torch.ones(5, 3)))
-        layer.comm.close()
-    assert torch.equal(*outs)
 
 
 # -- nodes as they are, and as they must be -------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 
 import tokenloom as tl
 from tests.backends import test_network
-from tests.backends.test_network import CASE, check_rows, there_and_back
+from tests.backends.test_network import CASE, all_layouts, check_rows
 from tests.conftest import NETWORK_RANKS, WHY_NO_HOPPER, Ranks
 from tests.support import emulator
 from tests.support.cases import BF16, FP8, FP16, FP32, FP64, Case, expert_rows, make_problem, same_bits, same_routed
@@ -94,14 +94,7 @@ def check_bits(context: RankContext, case: Case, ranks_per_node: int) -> None:
     dtype = None if case.dtype == FP8 else case.dtype
     with comm_of(context, problem.plan, ranks_per_node=ranks_per_node, dtype=dtype) as comm:
         assert isinstance(inside_of(comm), NvlinkInside)
-        for layout in test_network.LAYOUTS:
-            options: dict[str, Any] = {"layout": layout, "alignment": 4 if layout == "expert" else 1}
-            if layout == "slots":
-                options["capacity"] = problem.rows_needed("slots") + 1
-            there_and_back(context, comm, problem, options, bounded=False)
-            if layout in ("token", "expert"):
-                options["capacity"] = problem.rows_needed(layout, options["alignment"]) + 3
-                there_and_back(context, comm, problem, options, bounded=True)
+        all_layouts(context, comm, problem)
         comm.check()
 
 

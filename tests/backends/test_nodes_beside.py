@@ -13,6 +13,7 @@ import torch
 
 import tokenloom as tl
 from tests.backends import test_gin, test_network
+from tests.backends.test_gin import each_way
 from tests.comm import test_beside, test_gradients
 from tests.conftest import Ranks
 from tests.support import emulator
@@ -25,7 +26,6 @@ from tokenloom.runtime.processes import RankContext
 EXPERIMENTAL = True
 
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
-each_way = pytest.mark.parametrize("way", BETWEEN_NODES)
 # Most take kernels of their own, which have to be compiled: they are slow tests.
 EXACT = [case for case in test_gradients.EXACT if case not in ("hidden7", "fp64")]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.backends.test_gin import CASE, comm_of, there_and_back
+from tests.backends.test_gin import CASE, comm_of, each_way, there_and_back
 from tests.support import emulator
 from tests.support.cases import BF16, FP8, Case, Problem, expert_rows, make_problem, same_bits, same_routed
 from tests.support.emulator.graphs import capture
@@ -26,7 +26,6 @@ EXPERIMENTAL = True
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
 CALLS = 14
-EACH_WAY = pytest.mark.parametrize("way", ["gin", "padded"])
 SOON_S = 0.003
 """Some seconds of the emulator, where a broken rule would let ranks wait for ever."""
 
@@ -142,7 +141,7 @@ def play(steps: list[tuple[str, str, int]], batches: Any, overwrites: bool = Fal
 
 
 @pytest.mark.slow
-@EACH_WAY
+@each_way
 @pytest.mark.parametrize("overwrites", [False, True], ids=["", "overwritten"])
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 1), (6, 2)], ids=str)
 def test_interleaved(sizes: tuple[int, int], overwrites: bool, way: str) -> None:
@@ -169,7 +168,7 @@ def check_interleaved(context: RankContext, ranks_per_node: int, seed: int, over
 
 @on_ranks("emulated_four")
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["gin", "padded"])
+@each_way
 def test_in_graphs(context: RankContext, way: str) -> None:
     """Halves of two batches in turns, captured once and replayed with other routings between eager ones."""
     case = replace(CASE, tokens=(5, 0, 5, 4), ids_dtype=torch.int32)  # others are converted by torch
@@ -215,7 +214,7 @@ TURNS = [
 
 @on_ranks("emulated_four")
 @pytest.mark.sampled(3)
-@EACH_WAY
+@each_way
 @pytest.mark.parametrize("first", mostly_slow(["sent first", "sent last"], ["sent first"]))
 @pytest.mark.parametrize("receives", [True, False], ids=["receives", "drops"])
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
@@ -259,7 +258,7 @@ def test_a_fault_while_a_call_is_open(context: RankContext, call: str, receives:
 
 @on_ranks("emulated_four")
 @pytest.mark.sampled(3)
-@EACH_WAY
+@each_way
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
 def test_a_pending_that_is_dropped(context: RankContext, call: str, way: str) -> None:
     """The next call says so on all ranks, and those behind it work."""
@@ -287,7 +286,7 @@ def test_halves_of_some_ranks_alone(context: RankContext) -> None:
 
 
 @on_ranks("emulated_four")
-@EACH_WAY
+@each_way
 def test_exact_sizes(context: RankContext, way: str) -> None:
     """The host reads them when it receives."""
     problem = make_problem(CASE, context.num_ranks)
@@ -300,7 +299,7 @@ def test_exact_sizes(context: RankContext, way: str) -> None:
 
 @on_ranks("emulated_four")
 @pytest.mark.sampled(2)
-@EACH_WAY
+@each_way
 def test_a_forwarder_that_receives_late(context: RankContext, way: str) -> None:
     """Nobody takes rows before they are here, though a later call was received first."""
     with comm_of(context, make_problem(CASE, context.num_ranks).plan, way, timeout_s=SOON_S) as comm:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tokenloom.backends.peers.handle import PeerHandle, Results, rows_without_sources
+from tokenloom.backends.peers.handle import PeerHandle, ResultsLayout, rows_without_sources
 from tokenloom.backends.seam import DispatchOptions
 from tokenloom.plan import Plan
 
@@ -20,7 +20,7 @@ LAUNCHER: Any = SimpleNamespace(ranks=SimpleNamespace(rank=0))
 def handle_of(ids: torch.Tensor) -> PeerHandle:
     """Of a dispatch of these ids; the rest does not matter."""
     options = DispatchOptions("expert", 1, "bounded", 3)
-    results = Results(PLAN, LAUNCHER, options, 3, {}, with_weights=False, with_scales=False)
+    results = ResultsLayout(PLAN, LAUNCHER, options, 3, {}, with_weights=False, with_scales=False)
     words = torch.zeros(results.words(len(ids)), dtype=torch.int32)
     return PeerHandle(options, 0, len(ids), 3, ids, (words, 0, words.data_ptr()), results, None, None)
 

@@ -136,6 +136,8 @@ BAD_CALLS: dict[str, Callable[[tl.Communicator, tl.Routed], object]] = {
     "wire": lambda comm, routed: comm.combine(routed.tokens[1:], routed, wire_dtype=torch.float32),
     "halves": lambda comm, routed: comm.send_combine(routed.tokens[1:], routed),
     "float32": lambda comm, routed: comm.dispatch(torch.zeros(2, 128), None, layout="slots"),  # type: ignore[arg-type]
+    "first reweighted": lambda comm, routed: comm.reweighted(routed, torch.zeros(1, 1)),
+    "first wide rows again": lambda comm, routed: comm.dispatch_again(torch.zeros(1, 128), routed),
     "has all": lambda comm, routed: comm.combine(routed.tokens[1:], routed),
 }
 
@@ -157,6 +159,17 @@ def test_a_bad_call_behind_an_unread_overflow(name: str) -> None:
         with pytest.raises(CapacityOverflow):
             BAD_CALLS[name](comm, routed)
         assert launcher.num_calls == before + (name == "has all")
+
+
+def test_a_first_reweighting_has_a_buffer_of_its_own(made: tuple[Buffers, FakeLauncher]) -> None:
+    """Rows of another width arrive elsewhere than those of tokens, which are as wide in bytes."""
+    buffers, _ = made
+    options = DispatchOptions("token", 1, "bounded", PLAN.worst_case_rows("token"))
+    buffers.receive(torch.float32, 0, 0, {})
+    assert buffers.has_for_dispatch(options, 4)
+    assert not buffers.has_for_dispatch(options, 4, 8)
+    buffers.receive(torch.float32, 0, 0, {}, 8)
+    assert buffers.has_for_dispatch(options, 4, 8)
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""Backend "padded" with its own host code on the emulator, whose all-to-all takes its place in the stream."""
+"""Backend "padded" with its own host code on the emulator, whose all-to-all takes its place in the stream.
+
+What it does as "gin" does is in test_gin.py.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,7 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.backends import test_gin as gin
-from tests.backends.test_gin import CASE, CASES, comm_of, there_and_back
+from tests.backends.test_gin import CASE, SOON_S, comm_of, ranks_on, there_and_back
 from tests.support import emulator
 from tests.support.cases import make_problem
 from tests.support.emulator.graphs import capture
@@ -33,12 +35,6 @@ EXPERIMENTAL = True
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
 
-@pytest.mark.parametrize("name", gin.names("unequal"))
-def test_bits(name: str) -> None:
-    """Both layouts there and back, twice each."""
-    emulator.ranks(4).run(gin.check_bits, CASES[name], "padded")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 1), (6, 2)], ids=str)
 def test_bits_on_other_nodes(sizes: tuple[int, int]) -> None:
@@ -53,39 +49,12 @@ def check_nodes(context: RankContext, ranks_per_node: int) -> None:
         comm.check()
 
 
-def test_quantised_rows_to_tensors_of_the_caller() -> None:
-    emulator.ranks(4).run(gin.check_out, "padded")
-
-
-@pytest.mark.parametrize("call", ["dispatch", "combine"])
-def test_all_ranks_hear_of_a_fault(call: str) -> None:
-    """The rank that fails takes part in the all-to-all."""
-    emulator.ranks(4).run(gin.check_fault, call, "padded")
-
-
-def test_all_ranks_hear_of_options_that_differ() -> None:
-    emulator.ranks(4).run(gin.check_mismatch, "padded")
-
-
-@pytest.mark.parametrize("odd", [0, 3])
-def test_all_ranks_hear_of_combines_that_differ(odd: int) -> None:
-    emulator.ranks(4).run(gin.check_combines, odd, "padded")
-
-
-def test_faults_behind_an_overflow_that_nobody_has_read() -> None:
-    emulator.ranks(4).run(gin.check_unread_overflow, "padded")
-
-
-def test_too_many_rows_are_told_on_all_ranks() -> None:
-    emulator.ranks(4).run(gin.check_overflow, "padded")
-
-
 @on_ranks("emulated_four")
 @pytest.mark.slow
 def test_a_half_that_expires_sends_no_old_rows(context: RankContext) -> None:
     """The all-to-all carries its regions all the same, and their memory may have had rows of such a call before."""
     problem = make_problem(CASE, context.num_ranks)
-    comm = comm_of(context, problem.plan, "padded", timeout_s=gin.SOON_S)
+    comm = comm_of(context, problem.plan, "padded", timeout_s=SOON_S)
     made: Any = comm.engine._backend
     routed = comm.dispatch(*problem.arguments(context), layout="rank", sizes="bounded")
     regions: list[torch.Tensor] = []
@@ -133,7 +102,7 @@ def test_what_it_says_of_itself(context: RankContext) -> None:
 def test_all_calls_exchange_the_same_sizes() -> None:
     """So a rank that fails can open a call of either kind, and no all-to-all is of two sizes."""
     plan = Plan(4, 256, 7168, 8, 128)
-    ranks = gin.ranks_on(4, 2)
+    ranks = ranks_on(4, 2)
     with mock.patch.multiple(memory, SymmetricBuffer=mock.Mock(), free_bytes=lambda _: 2**40):
         made = PaddedMemory(plan, ranks, None)
     rail = Rail()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import tokenloom as tl
 from tests.backends.large_plans import no_plan_is_small
 from tests.conftest import Ranks
-from tests.support.cases import Case, make_comm, make_problem, same_bits, same_routed
+from tests.support.cases import make_comm, same_bits, same_routed
 from tests.support.graph_cases import ROUNDS, TOKEN, Captured, Step, plan_of
 from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.deferred_release import release_dropped
@@ -223,51 +223,6 @@ def check_late(context: RankContext, call: str) -> Seen:
         with new_comm(context, timeout_s=30.0, open_timeout_s=30.0) as again:
             round_trip(Step(context, again, TOKEN))
         return seen
-
-
-LARGE = Case("large", "", tokens=(8, 5, 0, 6), spare=1016, hidden=4096, experts_per_rank=2, top_k=4, pick="repeats")
-"""Few tokens in buffers for many, so that they are worth counting."""
-
-
-@on_ranks("several")
-def test_memory_after_a_timeout(context: RankContext) -> None:
-    """A late rank may still write to the memory of the others, until it has closed its communicator too. Then all of
-    them free it: a server that makes a new communicator after each timeout does not grow."""
-    load_kernels(context).close()
-    problem = make_problem(LARGE, context.num_ranks)
-    lost_bytes, held_bytes = [], 0
-    for turn in range(4):
-        meet(context)
-        settle_memory(context)
-        free_bytes = torch.cuda.mem_get_info()[0]
-        if turn == 0:
-            first_bytes = free_bytes
-        lost_bytes.append(first_bytes - free_bytes)
-        deadlines = {"timeout_s": TIMEOUT_S, "open_timeout_s": TIMEOUT_S}
-        comm = make_comm(context, BACKEND, problem.plan, **deadlines)
-        arguments = problem.arguments(context)
-        with torch.no_grad():
-            comm.dispatch(*arguments, layout="token")
-            held_bytes = free_bytes - torch.cuda.mem_get_info()[0]
-            meet(context)
-            if context.rank == turn % context.num_ranks:
-                time.sleep(LATE_S)
-            with pytest.raises(tl.PeerTimeout):
-                comm.dispatch(*arguments, layout="token")
-        comm.close()
-        del comm
-    assert held_bytes > 48e6, "too small to be seen"
-    # The first turn loads kernels, and torch makes what it makes once.
-    assert lost_bytes[-1] - lost_bytes[1] < held_bytes / 2, lost_bytes
-
-
-def settle_memory(context: RankContext) -> None:
-    """Free what all ranks have let go of by now."""
-    gc.collect()
-    for _ in range(2):
-        release_dropped()
-        meet(context)
-    torch.cuda.empty_cache()
 
 
 # -- a rank that is killed ----------------------------------------------------------------------------------------

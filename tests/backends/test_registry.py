@@ -401,14 +401,9 @@ def test_a_backend_that_cannot_be_made(context: RankContext) -> None:
     without_toy(context)
 
 
-def test_others_fail_because_of_one(ranks: Ranks) -> None:
+@on_ranks("several_ranks")
+def test_others_fail_because_of_one(context: RankContext) -> None:
     """Making one is collective, so a fault on one rank is PeerError on the others; the reason is that of the one."""
-    if ranks.num_ranks == 1:
-        pytest.skip("nobody else")
-    ranks.run(check_others_fail)
-
-
-def check_others_fail(context: RankContext) -> None:
     odd = context.num_ranks - 1
 
     def make_together(request: Request, ranks: RankGroup) -> ToyBackend:

@@ -16,11 +16,10 @@ from tests.conftest import Ranks
 from tokenloom.backends import registry
 from tokenloom.backends.seam import Capabilities
 from tokenloom.bench import comm_work
-from tokenloom.bench.comm_calls import CallMaker
+from tokenloom.bench.comm import CallMaker
 from tokenloom.bench.comm_work import OPERATIONS, Series, Who
 from tokenloom.bench.rivals import deep_ep
 from tokenloom.bench.workload import Operation, Shape, make_inputs
-from tokenloom.errors import BackendUnavailable, InvalidArgument
 from tokenloom.plan import LAYOUTS, Plan
 from tokenloom.runtime.processes import RankContext, RankPool
 
@@ -62,8 +61,7 @@ def test_traffic_is_that_of_a_brute_force_count(num_ranks: int, payload: Any, na
             values[rank] += home_bytes
         received[rank] += out_bytes
         received[source] += home_bytes
-    counted = comm_work.rows_between(plan, ids)
-    moved = comm_work.moved(plan, counted, Operation(name, payload, "token"))
+    moved = comm_work.moved(plan, comm_work.count_rows(plan, ids), Operation(name, payload, "token"))
     assert moved == comm_work.Traffic(max(sent), max(values), max(received))
 
 
@@ -98,7 +96,7 @@ def test_traffic_is_what_the_backend_sends(ranks: Ranks, timing_: Any) -> None:
     The bounded sizes of a graph hold all rows of this routing, and no more of them cross."""
     by_rank = ranks.run(bytes_sent_on_rank, ("collective", timing_, None, None))
     plan = SHAPE.plan(ranks.num_ranks)
-    counted = comm_work.rows_between(plan, [SHAPE.topk_ids(rank) for rank in range(ranks.num_ranks)])
+    counted = comm_work.count_rows(plan, [SHAPE.topk_ids(rank) for rank in range(ranks.num_ranks)])
     for operation in OPERATIONS:
         measured = max(sent[operation] for sent in by_rank)
         assert measured == comm_work.moved(plan, counted, operation).physical_bytes, operation
@@ -108,12 +106,12 @@ def test_traffic_over_nodes_is_what_the_backend_sends(pools: Callable[[str], Ran
     """On two nodes ranks hand rows on: in a dispatch, a row for each (token, node) crosses, with flags."""
     by_rank = Ranks(pools("cpu"), 4).run(bytes_sent_on_rank, ("network", "wall", None, 2))
     plan, ids = SHAPE.plan(4), [SHAPE.topk_ids(rank) for rank in range(4)]
-    counted, over = comm_work.rows_between(plan, ids), comm_work.relayed(plan, ids, 2)
+    straight, over = comm_work.count_rows(plan, ids), comm_work.count_rows(plan, ids, 2)
     for operation in OPERATIONS:
         measured = max(sent[operation] for sent in by_rank)
-        moved = comm_work.moved(plan, counted, operation, over)
+        moved = comm_work.moved(plan, over, operation)
         assert measured == moved.physical_bytes, operation
-        assert moved.logical_bytes == comm_work.moved(plan, counted, operation).logical_bytes
+        assert moved.logical_bytes == comm_work.moved(plan, straight, operation).logical_bytes
 
 
 # -- what is measured -----------------------------------------------------------------------------------------------
@@ -286,35 +284,3 @@ def test_only_keeps_rows_by_their_names() -> None:
     )
     odd, _ = comm_work.plan_series([Shape(8, 200, 2, 8)], 2, "cpu", only=["bf16"])
     assert odd, "a hidden size that FP8 does not take is fine where no row is FP8"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "said"),
-    [
-        (
-            {"only": ["nvlink"]},
-            InvalidArgument,
-            "only is 'nvlink', expected a part of a row's name, such as dispatch/",
-        ),
-        (
-            {"wanted": ["nvlink"]},
-            BackendUnavailable,
-            "nothing to measure, because nvlink is not measured: it needs a GPU",
-        ),
-        ({"num_sms": [8, 33]}, InvalidArgument, "num_sms is 33, expected 1 to 32"),
-        ({"shapes": [Shape(8, 200, 2, 8)]}, InvalidArgument, "hidden is 200, expected a multiple of 128 for FP8"),
-        ({"shapes": [Shape(8, 256, 9, 8)]}, InvalidArgument, "top_k is 9, expected at most 8"),
-        ({"timings": ["wall", "graph"]}, InvalidArgument, "timing is 'graph', expected wall or eager on cpu"),
-        (
-            {"timings": ["eager"], "beside_us": 50.0},
-            InvalidArgument,
-            "timing is 'eager', expected wall for halves on cpu",
-        ),
-        ({"shapes": [Shape(8, 256, 2, 7)]}, InvalidArgument, "num_experts is 7, expected a multiple of the 2 ranks"),
-    ],
-)
-def test_what_cannot_be_measured_is_said(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
-    """The reason comes before any rank is started."""
-    with pytest.raises(error) as raised:
-        comm_work.plan_series(**{"shapes": [SHAPE], "num_ranks": 2, "device": "cpu"} | arguments)
-    assert said in str(raised.value)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -24,10 +22,6 @@ from tokenloom.bench.harness import Measured
 from tokenloom.bench.workload import Shape
 from tokenloom.cli import app
 from tokenloom.runtime.processes import RankPool
-
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 240.0
-
 
 NAME = "dispatch/nvlink/ep2/t40/h256/k2/bf16/token/events"
 LABEL = "dispatch/nvlink/bf16/token/events"
@@ -187,18 +181,6 @@ def test_command_of_halves(pools: Callable[[str], RankPool], tmp_path: Path, mon
     shown = run_command(pools, monkeypatch, command)
     assert_rows(json_file, shown, [16], command, "halves")
     assert "Halves:" in shown
-
-
-@pytest.mark.slow
-def test_command_as_a_process(tmp_path: Path) -> None:
-    """As a user runs it, with ranks of its own."""
-    file = tmp_path / "rows.json"
-    command = [*ARGUMENTS, "--tokens", "16", "--json", str(file)]
-    started = [sys.executable, "-m", "tokenloom", *command]
-    env = dict(os.environ)  # without what readline, which pytest imports, puts into COLUMNS behind Python's back
-    done = subprocess.run(started, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert_rows(file, done.stdout, [16], command)
 
 
 @pytest.mark.slow

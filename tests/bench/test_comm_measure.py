@@ -13,8 +13,9 @@ import torch
 
 from tests.bench.fake_deep_ep import SHAPE, fake_deep_ep
 from tests.conftest import Ranks
-from tokenloom.bench import clock, comm, comm_calls, comm_work
-from tokenloom.bench.comm_calls import CallMaker, Gemm
+from tests.support.on_ranks import on_ranks
+from tokenloom.bench import clock, comm, comm_work
+from tokenloom.bench.comm import CallMaker, Gemm
 from tokenloom.bench.comm_work import OPERATIONS, Series
 from tokenloom.bench.harness import Measured, Sample
 from tokenloom.bench.rivals import deep_ep
@@ -33,8 +34,8 @@ def test_rows_of_nodes_count_what_is_handed_on(backend: str) -> None:
     (row,) = comm.measure(pool, planned, 3)
     assert row.setup["ranks_per_node"] == 2
     plan, ids = SHAPE.plan(4), [SHAPE.topk_ids(rank) for rank in range(4)]
-    over = comm_work.relayed(plan, ids, 2) if backend == "network" else None
-    moved = comm_work.moved(plan, comm_work.rows_between(plan, ids), operation, over)
+    rows = comm_work.count_rows(plan, ids, 2 if backend == "network" else None)
+    moved = comm_work.moved(plan, rows, operation)
     assert row.setup["physical_bytes"] == moved.physical_bytes
 
 
@@ -61,7 +62,7 @@ class Slow:
 
 def eager_on_rank(context: RankContext) -> tuple[Sample, list[Any]]:
     call: Any = Slow()
-    return comm_calls.eager_sample(context, call), call.done
+    return comm.eager_sample(context, call), call.done
 
 
 def test_an_eager_sample_has_three_clocks(ranks: Ranks) -> None:
@@ -71,7 +72,7 @@ def test_an_eager_sample_has_three_clocks(ranks: Ranks) -> None:
         pytest.skip("times on the host are the same there")
     for sample, done in ranks.run(eager_on_rank):
         assert sample.keys() == {"call", "host_dispatch", "host_combine"}
-        pairs = comm_calls.EAGER_PAIRS["cpu"] + 1
+        pairs = comm.EAGER_PAIRS["cpu"] + 1
         assert done == [each for n in range(pairs) for each in ("dispatch", ("combine", 2 * n + 1))]
         assert 5e3 <= sample["call"] < 5e5
         assert 4e3 <= sample["host_dispatch"] < 5e5
@@ -93,8 +94,8 @@ def test_halves_are_around_the_work() -> None:
     context: Any = SimpleNamespace(device=torch.device("cpu"), group=None)
     maker: Any = SimpleNamespace(ours=lambda each: Call())
     planned = Series(SHAPE, OPERATIONS[0], "collective", "wall", beside_us=7.0)
-    with mock.patch.object(comm_calls, "Gemm", lambda context, us: lambda: done.append(f"work of {us:g}")):
-        sample = comm_calls.make_sampler(context, maker, planned)()
+    with mock.patch.object(comm, "Gemm", lambda context, us: lambda: done.append(f"work of {us:g}")):
+        sample = comm.make_sampler(context, maker, planned)()
     assert done == ["send", "work of 7", "receive", "receive", "work of 7", "one piece", "work of 7"]
     assert sample.keys() == {"call", "work", "one_piece"}
     assert all(us > 0 for us in sample.values())
@@ -116,7 +117,7 @@ def test_a_gemm_is_as_long_as_asked_for(ranks: Ranks) -> None:
 
 
 def measured_on_rank(context: RankContext, planned: list[Series]) -> list[Measured]:
-    return comm_calls.measure_on_rank(context, planned, 3)
+    return comm.measure_on_rank(context, planned, 3)
 
 
 def assert_plausible(planned: list[Series], by_rank: list[list[Measured]]) -> None:
@@ -156,7 +157,10 @@ def test_calls_and_graphs_on_gpus(ranks: Ranks, backend: str, beside_us: float |
     assert_plausible(planned, ranks.run(measured_on_rank, planned))
 
 
-def replays_on_rank(context: RankContext) -> None:
+@pytest.mark.parametrize("backend", ["nvlink"])
+@on_ranks
+def test_a_replay_does_the_work(context: RankContext, backend: str) -> None:
+    """What is timed really dispatches: rows that were wiped before the replay are there after it."""
     with ExitStack() as stack, torch.no_grad():
         given = make_inputs(context, SHAPE)
         maker = CallMaker(context, given, stack)
@@ -189,12 +193,6 @@ def replays_on_rank(context: RankContext) -> None:
                 assert rows_here <= given.expert_rows == len(last.tokens)
 
 
-@pytest.mark.parametrize("backend", ["nvlink"])
-def test_a_replay_does_the_work(ranks: Ranks, backend: str) -> None:
-    """What is timed really dispatches: rows that were wiped before the replay are there after it."""
-    ranks.run(replays_on_rank)
-
-
 def deep_ep_on_rank(context: RankContext) -> tuple[list[Any], list[int]]:
     """What its operations return, described, and how many samples each of them has when it is measured."""
     with fake_deep_ep(), torch.no_grad():
@@ -204,7 +202,7 @@ def deep_ep_on_rank(context: RankContext) -> tuple[list[Any], list[int]]:
             maker = CallMaker(context, given, stack)
             bf16, fp8, home = (maker.call(each)()[0] for each in planned)
         described = [bf16.dtype, [part.dtype for part in fp8], home.dtype]
-        return described, [len(each.samples["call"]) for each in comm_calls.measure_on_rank(context, planned, 4)]
+        return described, [len(each.samples["call"]) for each in comm.measure_on_rank(context, planned, 4)]
 
 
 def test_deep_ep_is_called_as_it_wants(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""What benches and the demo draw does not depend on the process's default device and dtype."""
+"""What benches draw does not depend on the process's default device and dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tokenloom.bench.mega_work import MegaShape, bytes_out, make_weights
 from tokenloom.bench.rivals.torch_layer import own_experts, torch_layer
 from tokenloom.bench.train_work import Weights, make_problem
 from tokenloom.bench.workload import Shape
-from tokenloom.demo.text import Batches
 
 CPU = torch.device("cpu")
 
@@ -44,7 +43,6 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "weights of mega": mega_weights,
     "bytes of mega": sent_bytes,
     "tokens and the rival's layer": rival_layer,
-    "batches of the demo": lambda: Batches(bytes(range(256)) * 10, 4, 8, 7).next(0, 1, CPU),
 }
 
 

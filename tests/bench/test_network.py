@@ -22,7 +22,8 @@ from tests.cli.borrowed import borrowed
 from tests.conftest import NETWORK_RANKS, Ranks
 from tokenloom import reference
 from tokenloom.bench import setup
-from tokenloom.bench.network import findings, links, order, rails, run
+from tokenloom.bench.network import check as checks
+from tokenloom.bench.network import findings, order, speed
 from tokenloom.bench.network.bits import (
     PAYLOADS,
     ROUTINGS,
@@ -34,9 +35,24 @@ from tokenloom.bench.network.bits import (
 )
 from tokenloom.bench.network.check import Options, Report, check
 from tokenloom.bench.network.findings import PARTS, Finding, Seen, merge
-from tokenloom.bench.network.links import BETWEEN, INSIDE, Link, Sample, Speed, matchings, rounds_of, sum_up, verdicts
-from tokenloom.bench.network.rails import Exchange, Points, fit_constants, fit_line, peers_of
-from tokenloom.bench.network.wire import Wire, pattern
+from tokenloom.bench.network.speed import (
+    BETWEEN,
+    INSIDE,
+    Exchange,
+    Link,
+    Points,
+    Sample,
+    Speed,
+    Wire,
+    fit_constants,
+    fit_line,
+    matchings,
+    pattern,
+    rounds_of,
+    sum_up,
+    teams_of,
+    verdicts,
+)
 from tokenloom.bench.setup import Run
 from tokenloom.cli import app
 from tokenloom.comm.communicator import Communicator
@@ -136,13 +152,13 @@ def test_turns_of_a_link() -> None:
 def test_slow_rails_are_named() -> None:
     """All rails busy at once, one has a NIC at half the rate; a rank with wrong bits is named with its rail."""
     times = [[10.0], [10.0], [10.0], [30.0], [10.0], [10.0]]
-    exchange = Exchange(BETWEEN, 1000, 1, times, [""] * 6)
+    exchange = Exchange(1000, times, [""] * 6)
     teams = [(0, 3), (1, 4), (2, 5)]
-    found = list(rails.judged(teams, "rail", [exchange]))
+    found = list(speed.judged(teams, "rail", [exchange]))
     assert [each.passed for each in found] == [False, True, True]
     assert (found[0].what, found[0].details) == ("rail 0, ranks 0, 3", "0.0333 GB/s, while the median rail has 0.1")
-    wrong = Exchange(BETWEEN, 1000, 1, [[10.0]] * 6, ["", "", "", "", "", "4 bytes from rank 2 came wrong to rank 5"])
-    found = list(rails.judged(teams, "rail", [wrong, Exchange(BETWEEN, 1000, 1, [[10.0]] * 6, [""] * 6)]))
+    wrong = Exchange(1000, [[10.0]] * 6, ["", "", "", "", "", "4 bytes from rank 2 came wrong to rank 5"])
+    found = list(speed.judged(teams, "rail", [wrong, Exchange(1000, [[10.0]] * 6, [""] * 6)]))
     assert [each.passed for each in found] == [True, True, False]
     assert "from rank 2 came wrong to rank 5" in found[2].details
 
@@ -177,8 +193,8 @@ def test_links_of_nodes() -> None:
     unequal = {link for links_ in rounds_of(UNEQUAL) for link in links_}
     assert {(link.low, link.high) for link in unequal if link.kind == BETWEEN} == {(0, 3), (1, 4)}
     assert len([link for link in unequal if link.kind == INSIDE]) == 3 + 1
-    assert [peers_of(UNEQUAL, rank, BETWEEN) for rank in range(5)] == [[3], [4], [], [0], [1]]
-    assert peers_of(UNEQUAL, 2, INSIDE) == [0, 1]
+    assert teams_of(UNEQUAL, BETWEEN) == [(0, 3), (1, 4), (2,)]
+    assert teams_of(UNEQUAL, INSIDE) == [(0, 1, 2), (3, 4)]
 
 
 def test_patterns_differ_by_both_ends_and_turn() -> None:
@@ -231,7 +247,7 @@ def test_constants_are_read_back(tmp_path: Path) -> None:
     file = tmp_path / "constants.json"
     good = [Finding("topology", "nodes", "nodes", True)]
     console = Console(file=io.StringIO(), width=120)
-    assert run.show(Run(console, 4, "cpu", []), Report([], "2 nodes", "gloo", good, points), file)
+    assert checks.show(Run(console, 4, "cpu", []), Report([], "2 nodes", "gloo", good, points), file)
     assert read_constants(file).low_latency == found.low_latency
     done = CliRunner().invoke(app.app, ["plan", "--nodes", "2", "--constants", str(file)])
     assert done.exit_code == 0
@@ -242,7 +258,7 @@ def test_constants_of_a_bad_network_are_not_written(tmp_path: Path) -> None:
     file, console = tmp_path / "constants.json", Console(file=io.StringIO(), width=120)
     points = Points([(1, 1.0), (2, 2.0)], [(1, 1.0), (2, 2.0)], [], 1.0, 1.0, 2, 1)
     bad = Report([], "n", "gloo", [Finding("topology", "n", "n", False)], points)
-    assert not run.show(Run(console, 4, "cpu", []), bad, file)
+    assert not checks.show(Run(console, 4, "cpu", []), bad, file)
     assert not file.exists()
 
 
@@ -424,7 +440,7 @@ def test_the_command_on_two_nodes(
     file = tmp_path / "found.json"
     options = Options(ranks_per_node=2, rounds=3, large_bytes=1 << 14)
     with borrowed(setup, pools):
-        passed = run.run_on_own_ranks(Run(console(), 4, "cpu", ["check-network"], file), options)
+        passed = checks.run_on_own_ranks(Run(console(), 4, "cpu", ["check-network"], file), options)
     content = json.loads(file.read_text())
     assert passed == content["setup"]["passed"] == all(row["passed"] for row in content["rows"])
     assert all(row["passed"] or speed_alone(row) for row in content["rows"]), content["rows"]
@@ -433,14 +449,7 @@ def test_the_command_on_two_nodes(
     assert "node 0 rank 1 <-> node 1 rank 3" in by_part["links"]
     assert by_part["rails"][-2:] == ["rail 0, ranks 0, 2", "rail 1, ranks 1, 3"]
     shown = capsys.readouterr().out
-    for said in (
-        "2 nodes of 2",
-        "backend network:",
-        "on rank 0: gloo, headers",
-        "GIN not possible:",
-        "low_latency: start",
-        "3 rounds",
-    ):
+    for said in ("2 nodes of 2", "backend network:", "3 rounds"):
         assert said in shown
 
 
@@ -452,9 +461,9 @@ def tampered(context: RankContext) -> list[Finding]:
         return drawn + 1 if (sender, receiver) == (3, 1) else drawn
 
     ranks = RankGroup(context.group, device=context.device)
-    few = mock.patch.multiple(links, LINK_TURNS=1, MORE_TURNS=1)
-    with few, mock.patch.object(links, "pattern", bad if context.rank == 3 else pattern):
-        found = links.check_links(Wire(ranks), TWO_BY_TWO, large_bytes=1 << 10)
+    few = mock.patch.multiple(speed, LINK_TURNS=1, MORE_TURNS=1)
+    with few, mock.patch.object(speed, "pattern", bad if context.rank == 3 else pattern):
+        found = speed.check_links(Wire(ranks), TWO_BY_TWO, large_bytes=1 << 10)
     ranks.close()
     return found
 
@@ -504,8 +513,8 @@ def one_is_away(context: RankContext) -> tuple[str, float]:
     ranks = RankGroup(context.group, device=context.device, timeout_s=1.0, open_timeout_s=20.0)
     began = time.monotonic()
     try:
-        with mock.patch.object(links.Meter, "_measure", sleep if context.rank == 3 else links.Meter._measure):
-            links.check_links(Wire(ranks), TWO_BY_TWO, large_bytes=1 << 10)
+        with mock.patch.object(speed.Meter, "_measure", sleep if context.rank == 3 else speed.Meter._measure):
+            speed.check_links(Wire(ranks), TWO_BY_TWO, large_bytes=1 << 10)
     except PeerTimeout as error:
         return str(error), time.monotonic() - began
     finally:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from tests.bench.test_network import speed_alone
-from tokenloom.bench.network import run
+from tokenloom.bench.network import check
 from tokenloom.bench.network.check import Options
 from tokenloom.bench.setup import Run
 from tokenloom.cli import app
@@ -36,7 +36,7 @@ def test_the_exit_code_is_the_verdict(monkeypatch: pytest.MonkeyPatch, passed: b
         given.extend((run.num_ranks, run.device, *arguments))
         return passed
 
-    monkeypatch.setattr(run, "run_on_own_ranks", run_on_own_ranks)
+    monkeypatch.setattr(check, "run_on_own_ranks", run_on_own_ranks)
     arguments = ["--device", "cpu", "--ranks", "4", "--ranks-per-node", "2", "--timeout-s", "7", "--seed", "5"]
     done = CliRunner().invoke(app.app, ["check-network", *arguments])
     assert done.exit_code == (0 if passed else 1)
@@ -53,11 +53,11 @@ def test_torchrun_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for place, device in ((0, torch.device("cuda", 0)), (1, torch.device("cuda", 1))):
         monkeypatch.setenv("LOCAL_RANK", str(place))
-        assert run.local_device(None) == device
+        assert check.local_device(None) == device
     monkeypatch.setenv("LOCAL_RANK", "2")
-    assert run.local_device("cpu") == CPU
+    assert check.local_device("cpu") == CPU
     with pytest.raises(InvalidArgument, match="there are 3 processes or more on this host, expected at most 2"):
-        run.local_device(None)
+        check.local_device(None)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from tokenloom.backends import registry
 from tokenloom.bench import comm_work
-from tokenloom.bench.network import run as check_run
+from tokenloom.bench.network import check
 from tokenloom.cli import app, terminal, usage
 from tokenloom.cli.terminal import FAILED, MISUSED
 from tokenloom.errors import InvalidArgument
@@ -121,7 +121,7 @@ def test_a_group_alone_shows_its_help(words: list[str]) -> None:
 def test_mistakes_that_ranks_find(said: str, status: int, shown: str) -> None:
     """What a rank was given wrong is a mistake of the user's too; what it lacks is not."""
     failed = RankFailed(0, "rank 0 of 2 failed:", "Traceback ...", said)
-    with mock.patch.object(check_run, "run_on_own_ranks", side_effect=failed):
+    with mock.patch.object(check, "run_on_own_ranks", side_effect=failed):
         done = CliRunner().invoke(app.app, ["check-network", "--ranks", "2", "--device", "cpu"], prog_name="tokenloom")
     assert done.exit_code == status
     assert done.stderr.startswith(f"tokenloom: {shown}")

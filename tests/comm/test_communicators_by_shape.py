@@ -5,6 +5,7 @@ The tests of ``tokenloom.compat.deep_ep`` have single calls. On the emulator and
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest import mock
 
@@ -17,8 +18,9 @@ from tests.conftest import Ranks
 from tests.support.on_ranks import on_ranks
 from tokenloom.backends import registry
 from tokenloom.backends.seam import Strategy
-from tokenloom.comm.communicators_by_shape import Communicators, Shape
+from tokenloom.comm.communicators_by_shape import UNKNOWN, Communicators, Shape
 from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.telling import Telling
 from tokenloom.training.pieces import RunOptions
 from tokenloom.training.routed_experts import routed_experts
 
@@ -146,3 +148,81 @@ def test_a_fault_comes_before_growth(ranks: Ranks, needs_room: int, faulty: int)
     if ranks.num_ranks == 1:
         pytest.skip("one rank has one or the other")
     ranks.run(check_a_fault_beside_growth, needs_room, faulty)
+
+
+SMALL, WIDE = Shape(EXPERTS, HIDDEN, TOP_K), Shape(EXPERTS, 2 * HIDDEN, TOP_K)
+MORE_EXPERTS = SMALL._replace(num_experts=2 * EXPERTS)
+CHECKS = {  # shapes in use, shape of the call and most tokens, and what the rank with the fault knows of the shape
+    "the first call": ([], SMALL, 3, UNKNOWN),
+    "growth": ([SMALL], SMALL, 40, SMALL),
+    "growth of another one than the last": ([SMALL, WIDE], SMALL, 40, SMALL),
+    "growth of one by its width": ([SMALL, WIDE], SMALL, 40, Shape(0, HIDDEN, None)),
+    "growth of the last one": ([WIDE, SMALL], SMALL, 40, UNKNOWN),
+    "a new width": ([SMALL], WIDE, 3, WIDE),
+    "a new shape of a width": ([SMALL, WIDE], MORE_EXPERTS, 3, MORE_EXPERTS),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@on_ranks
+def test_a_fault_of_a_check_beside_growth(context: RankContext, name: str) -> None:
+    """The other ranks are about to make a communicator: all raise at once in this call, and none makes one before."""
+    before, shape, most, guess = CHECKS[name]
+    bad = context.num_ranks - 1
+    communicators = Communicators(context.group, lambda: {"timeout_s": 20.0, "open_timeout_s": 20.0, "checked": True})
+
+    def step(shape: Shape, tokens: int) -> None:
+        x = torch.ones(tokens, shape.hidden, dtype=torch.bfloat16, device=context.device)
+        ids = torch.zeros(tokens, TOP_K, dtype=torch.int64, device=context.device)
+        communicators.run(shape, tokens, context.device, lambda comm: comm.dispatch(x, ids, layout="expert"))
+
+    def check() -> None:
+        with communicators.report_faults_of(context.device, shape=guess):
+            raise tl.InvalidArgument("no such option")
+
+    for each in before:
+        step(each, 3)
+    made, began = communicators.all(), time.monotonic()
+    with pytest.raises(tl.InvalidArgument if context.rank == bad else tl.PeerError, match="no such option") as told:
+        check() if context.rank == bad else step(shape, most if context.rank == 0 else 3)
+    assert time.monotonic() - began < 10.0
+    if isinstance(told.value, tl.PeerError):
+        assert told.value.rank == bad
+    assert communicators.all() == made
+    step(shape, most if context.rank == 0 else 3)
+    assert communicators.all()[-1 if shape not in before else before.index(shape)].plan.max_tokens_per_rank >= most
+    communicators.close()
+
+
+def test_a_new_shape_is_announced_where_its_faults_are_told() -> None:
+    """On backend nvlink a communicator hears of its own calls alone."""
+    communicators, device = Communicators(mock.Mock(), dict), torch.device("cpu")
+    for shape in (SMALL, WIDE):
+        communicators._use(shape, mock.Mock(name=str(shape)))
+    small, told = communicators._last_of[None, HIDDEN], []
+
+    def announce(upcoming: Any) -> Any:
+        told.append(upcoming)
+        raise ConnectionError
+
+    small.engine.sequence = announce  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        communicators.run(MORE_EXPERTS, 3, device, mock.Mock())
+    with pytest.raises(ConnectionError), communicators.report_faults_of(device, shape=MORE_EXPERTS):
+        raise tl.InvalidArgument("no such option")
+    assert [each.name for each in told] == ["dispatch", "dispatch"]
+
+
+@pytest.mark.parametrize("knows", [False, True], ids=["before the first call", "later"])
+def test_an_interrupted_check_ends_the_group(knows: bool) -> None:
+    """The others wait in the call, or in the meeting before the first one, for a rank whose program may end."""
+    communicators, comm = Communicators(mock.Mock(), dict), mock.MagicMock()
+    ranks = mock.Mock()
+    comm.engine.sequence = lambda upcoming: Telling(mock.Mock(), ranks.abort)
+    if knows:
+        communicators._use(SMALL, comm)
+    ranks.whole = communicators._meeting = ranks
+    interruption = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt), communicators.report_faults_of(torch.device("cpu")):
+        raise interruption
+    ranks.abort.assert_called_once_with(interruption)

@@ -76,7 +76,8 @@ def engine(backend: FakeBackend) -> Engine:
 
 
 def send(engine: Engine) -> Any:
-    return engine.send_dispatch(None, None)  # type: ignore[arg-type]
+    nothing: Any = None
+    return engine.send_dispatch(engine.prepare_dispatch(nothing), nothing)
 
 
 def fail(engine: Engine, *upcoming: Upcoming, after: Callable[[], object] = lambda: None) -> None:

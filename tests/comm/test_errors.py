@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from tests.support.wire import count_wire
 from tokenloom import errors
 from tokenloom.backends import registry
 from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.rank_group import RankGroup
 
 pytestmark = pytest.mark.slow_on(4)
 
@@ -595,3 +597,28 @@ def test_errors_are_what_callers_expect() -> None:
         ),
     }.items():
         assert all(issubclass(each, built_in) for each in ours)
+
+
+@on_ranks
+def test_a_constructor_without_memory(context: RankContext) -> None:
+    """The other ranks make their communicators, and hear of it, whatever the fault is."""
+    bad, prepare = context.num_ranks - 1, RankGroup.prepare
+    no_memory = torch.OutOfMemoryError("no memory left")
+    steps = [no_memory, None] if context.rank == bad else [None]
+
+    def fail_first(self: RankGroup, *args: Any) -> None:
+        error = steps.pop(0)
+        if error is not None:
+            raise error
+        prepare(self, *args)
+
+    problem = base_problem(context.num_ranks)
+    with mock.patch.object(RankGroup, "prepare", fail_first):
+        if context.rank == bad:
+            with pytest.raises(torch.OutOfMemoryError):
+                make_comm(context, "collective", problem.plan)
+        else:
+            with pytest.raises(tl.PeerError, match="OutOfMemoryError: no memory left") as peer:
+                make_comm(context, "collective", problem.plan)
+            assert peer.value.rank == bad
+    still_works(context, make_comm(context, "collective", problem.plan), problem)

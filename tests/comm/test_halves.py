@@ -31,9 +31,9 @@ def send(
     """The first half of what ``comm.dispatch`` does, in layout "expert"."""
     engine = comm.engine
     arguments = DispatchArguments("expert", **{"sizes": "exact", **options})
-    engine.begin()
+    engine.raise_known_errors()
     known, tokens = comm.kinds.check_dispatch(arguments, (False, False, True, False, False), x, ids, weights)
-    return engine.send_dispatch(known.kind, tokens)
+    return engine.send_dispatch(known.prepared, tokens)
 
 
 def combine_options(strategy: str) -> CombineOptions:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tokenloom.backends.peers.handle import PeerHandle, Results
+from tokenloom.backends.peers.handle import PeerHandle, ResultsLayout
 from tokenloom.backends.seam import DispatchOptions
 from tokenloom.plan import Plan
 from tokenloom.runtime.streams import SideStream, tensors_in
@@ -52,7 +52,7 @@ def test_all_of_a_handle_is_found() -> None:
     ids, words, *own = tensors(2 + 4)
     plan, options = Plan(1, 4, 128, 2, 3), DispatchOptions("expert", 1, "bounded", 3)
     launcher: Any = SimpleNamespace(ranks=SimpleNamespace(rank=0))
-    results = Results(plan, launcher, options, 3, {}, with_weights=True, with_scales=False)
+    results = ResultsLayout(plan, launcher, options, 3, {}, with_weights=True, with_scales=False)
     handle = PeerHandle(options, 1, 2, 3, ids, (words, 0, words.data_ptr()), results, None, None)
     assert sorted(found(handle)) == sorted([id(ids), id(words)])
     handle.weights, handle.local_ids, handle.row_places, handle.row_tokens = own

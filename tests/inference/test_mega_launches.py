@@ -41,7 +41,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         if name == "grouped_gemm":
             name = "gemm1" if shape["swiglu"] else "gemm2"
         seen[name] = type(kernel.args).from_buffer_copy(kernel.args)
-        seen[name].shape, seen[name].early, seen[name].blocks = shape, kernel.early, blocks
+        seen[name].shape, seen[name].overlaps_previous, seen[name].blocks = shape, kernel.overlaps_previous, blocks
         launch(kernel, blocks, stream)
 
     monkeypatch.setattr(Kernel, "launch", record)
@@ -140,7 +140,7 @@ def test_kernels_begin_early_behind_one_another(launches: Launches, num_tokens: 
     layer = make_layer()
     layer.use_weights(*new_weights())
     call(layer, num_tokens)
-    early = {name: launches[name].early for name in launches}
+    early = {name: launches[name].overlaps_previous for name in launches}
     names = ("pack_tokens", "send_routes", "gemm1", "gemm2", "barrier", "sum_routes")
     assert early == {name: name != first for name in names[names.index(first) :]}
     assert launches["barrier"].blocks == 1
@@ -367,9 +367,7 @@ def freed(*shape: int) -> torch.Tensor:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[tl.TokenloomError], str]] = {
-    "x: list": ({"x": [0.0]}, tl.InvalidArgument, "x is a list of 1, expected a tensor or"),
     "x: width": ({"x": torch.zeros(5, 128, dtype=BF16)}, tl.ShapeMismatch, r"x is \[5, 128\], the communicator was"),
-    "x: dtype": ({"x": torch.zeros(5, HIDDEN, dtype=torch.int32)}, tl.DtypeMismatch, "x is torch.int32, expected bf"),
     "x: FP8": (
         {"x": torch.zeros(5, HIDDEN).to(FP8)},
         tl.InvalidArgument,
@@ -384,8 +382,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[tl.TokenloomError], str]] = {
         tl.ShapeMismatch,
         "x has 601 tokens, the communicator",
     ),
-    "x: turned": ({"x": torch.zeros(HIDDEN, 5, dtype=BF16).T}, tl.ShapeMismatch, "x has strides"),
-    "x: elsewhere": ({"x": torch.zeros(5, HIDDEN, device="meta")}, tl.DeviceMismatch, "x is on meta"),
     "x: freed": ({"x": freed(5, HIDDEN)}, tl.InvalidArgument, "x has no memory"),
     "scales": (
         {"x": (torch.zeros(5, HIDDEN).to(FP8), torch.ones(5, 1))},
@@ -394,14 +390,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[tl.TokenloomError], str]] = {
     ),
     "ids: none": ({"topk_ids": None}, tl.InvalidArgument, "topk_ids is a NoneType, expected a torch.Tensor"),
     "ids: flat": ({"topk_ids": torch.tensor(1)}, tl.ShapeMismatch, r"topk_ids is \[\], expected \[5, 2\]"),
-    "ids: dtype": ({"topk_ids": torch.zeros(5, TOP_K)}, tl.DtypeMismatch, "topk_ids is torch.float32, expected int32"),
     "weights: none": ({"topk_weights": None}, tl.InvalidArgument, "topk_weights is None, expected float32"),
     "weights: shape": (
         {"topk_weights": torch.ones(4, TOP_K)},
         tl.ShapeMismatch,
         r"topk_weights is \[4, 2\], expected",
     ),
-    "weights: freed": ({"topk_weights": freed(5, TOP_K)}, tl.InvalidArgument, "topk_weights has no memory"),
     "stats": ({"expert_stats": torch.zeros(LOCAL)}, tl.DtypeMismatch, "expert_stats is torch.float32, expected"),
     "out: shape": ({"out": torch.zeros(4, HIDDEN, dtype=BF16)}, tl.ShapeMismatch, r"out is \[4, 256\], expected \[5"),
     "out: address": (

@@ -362,7 +362,11 @@ MADE_WRONGLY: dict[str, tuple[dict[str, Any], type[tl.TokenloomError], str]] = {
 }
 
 
-def make_wrongly(context: RankContext, wrong: dict[str, Any], others: type[tl.TokenloomError], said: str) -> None:
+@on_ranks("several_ranks")
+@pytest.mark.parametrize("what", MADE_WRONGLY)
+def test_a_wrong_option_on_one_rank_is_an_error_on_all(context: RankContext, what: str) -> None:
+    """At once: nobody waits for a layer that is not made."""
+    wrong, others, said = MADE_WRONGLY[what]
     options: dict[str, Any] = {"hidden": 256, "intermediate": 128, "top_k": 1, "max_tokens_per_rank": 4}
     options |= {"num_experts": 4, "backend": "composed", "device": context.device}
     last = context.rank == context.num_ranks - 1
@@ -370,11 +374,3 @@ def make_wrongly(context: RankContext, wrong: dict[str, Any], others: type[tl.To
         tl.MegaMoE(context.group, **{**options, **(wrong if last else {})})
     with tl.MegaMoE(context.group, **options) as mega:  # ranks are in step
         assert mega.comm.num_ranks == context.num_ranks
-
-
-@pytest.mark.parametrize("what", MADE_WRONGLY)
-def test_a_wrong_option_on_one_rank_is_an_error_on_all(ranks: Ranks, what: str) -> None:
-    """At once: nobody waits for a layer that is not made."""
-    if ranks.num_ranks == 1:
-        pytest.skip("it has no others")
-    ranks.run(make_wrongly, *MADE_WRONGLY[what])

@@ -71,9 +71,10 @@ class Group:
         self.nodes = EmulatedNodes(problem, size, form.chunks, seed, region, **options)
         self.staging, self.partials = Staging(self.nodes, 4), Partials(self.nodes, self.combines)
 
-    def dispatch(self, skip: int = -1) -> DispatchOfAll:
-        """One call, on its way."""
-        call = DispatchOfAll(self.nodes, self.dispatches, self.given.capacity)
+    def dispatch(self, skip: int = -1, seed: int = 0) -> DispatchOfAll:
+        """One call, on its way; other seeds than 0 are of other rows and routes."""
+        problem = make_problem(replace(self.given.form.case, seed=seed), self.given.num_ranks) if seed else None
+        call = DispatchOfAll(self.nodes, self.dispatches, self.given.capacity, problem)
         call.launch(self.staging, [rank for rank in self.nodes.ranks if rank != skip])
         return call
 
@@ -116,6 +117,24 @@ def test_calls_back_to_back(name: str) -> None:
         for words in group.nodes.signals:
             signals = words.view(torch.int64).view(-1, group.nodes.nodes).sum(1)
             assert signals.tolist() == [3 * chunks * peers, 5 * chunks * peers, 0, 0]
+
+
+@needs_cxx
+@pytest.mark.parametrize("slow", ["network", "rank"])
+def test_calls_at_other_speeds(slow: str) -> None:
+    """Chunks arrive long after each other, and a rank still reads what earlier calls have brought when later ones are
+    put.
+    """
+    group = Group("2x2", 0, timeout_ns=20 * PATIENCE_NS)
+    if slow == "network":
+        group.nodes.emulator.slow_network(8192)
+    else:
+        group.nodes.emulator.slow_down(2, 30)
+    dispatches = [group.dispatch(seed=seed) for seed in range(2 * TURNS)]
+    calls = [*dispatches, *(group.combine(each) for each in dispatches)]
+    group.nodes.finish()
+    for call in calls:
+        call.check()
 
 
 @pytest.mark.slow

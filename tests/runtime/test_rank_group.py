@@ -520,6 +520,28 @@ def test_what_ends_a_group() -> None:
             call()
 
 
+@on_group(PAIR, open_timeout_s=60.0, timeout_s=60.0)
+def test_no_memory_for_words_that_follow(ranks: RankGroup) -> None:
+    """What ranks share comes behind the opening, which the others have ended: they wait for words by then."""
+    ranks.all_gather_object("met", "test")
+    real, made = torch.zeros, []
+
+    def zeros(*args: Any, **options: Any) -> torch.Tensor:
+        made.append(args)
+        if len(made) == 2:
+            raise torch.OutOfMemoryError("no memory left")
+        return real(*args, **options)
+
+    began = time.monotonic()
+    if ranks.rank == 1:
+        with mock.patch.object(torch, "zeros", zeros), pytest.raises(torch.OutOfMemoryError):
+            ranks.all_gather_object("shared", "test")
+    else:
+        with pytest.raises((tl.PeerError, tl.CommunicatorBroken), match="OutOfMemoryError: no memory left"):
+            ranks.all_gather_object("shared", "test")
+    assert time.monotonic() - began < PATIENCE_S
+
+
 def test_alone_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who forgets to initialise torch.distributed would train each rank by itself."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")

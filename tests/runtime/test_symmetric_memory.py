@@ -22,8 +22,9 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.conftest import LIMIT_S
+from tests.conftest import Ranks
 from tests.runtime.fake_driver import OUT_OF_MEMORY, REFUSED, FakeDriver, fake_driver
+from tests.support.on_ranks import on_ranks
 from tokenloom.errors import is_known_to_all
 from tokenloom.runtime import deferred_release, rendezvous, store_notes, symmetric_memory
 from tokenloom.runtime.deferred_release import release_dropped
@@ -39,17 +40,24 @@ LAYOUT = BufferLayout.of([("flags", 12), ("rows", 1000)])
 PATIENCE_S = 20.0
 
 
+@pytest.fixture
+def one(pools: Pools) -> Ranks:
+    """A process by itself."""
+    return Ranks(pools("cpu"), 1)
+
+
 @pytest.fixture(params=[1, 2], ids=["alone", "pair"])
-def num_ranks(request: pytest.FixtureRequest) -> int:
-    return request.param
+def one_or_two(request: pytest.FixtureRequest, pools: Pools) -> Ranks:
+    return Ranks(pools("cpu"), request.param)
 
 
-def run(pools: Pools, num_ranks: int, check: Callable[..., Any], *args: Any) -> list[Any]:
-    """``check(ranks, driver, *args)`` on every rank, with a made-up driver each; nothing may be left in the end."""
-    return pools("cpu").run(with_driver, check, *args, ranks=num_ranks, limit_s=LIMIT_S)
+def on_driver(group: str) -> Any:
+    """Decorator that runs a test's body on the ranks of a group: ``body(ranks, driver, ...)``."""
+    return on_ranks(group, through=with_driver, gives=2)
 
 
 def with_driver(context: RankContext, check: Callable[..., Any], *args: Any) -> Any:
+    """``check(ranks, driver, *args)`` with a made-up driver, on which nothing may be left in the end."""
     ranks = RankGroup(context.group, timeout_s=PATIENCE_S)
     with fake_driver() as driver:
         result = check(ranks, driver, *args)
@@ -89,12 +97,9 @@ def test_layout() -> None:
 # -- a buffer's life --------------------------------------------------------------------------------------------
 
 
-def test_what_is_closed_is_free_at_once(pools: Pools, num_ranks: int) -> None:
+@on_driver("one_or_two")
+def test_what_is_closed_is_free_at_once(ranks: RankGroup, driver: FakeDriver) -> None:
     """Where all ranks close together, memory and mappings are gone when close returns."""
-    run(pools, num_ranks, check_closed)
-
-
-def check_closed(ranks: RankGroup, driver: FakeDriver) -> None:
     buffers = [SymmetricBuffer(LAYOUT, ranks) for _ in range(2)]
     assert len(driver.memory) == 2
     assert len(driver.mapped) == 2 * (ranks.num_ranks - 1)
@@ -111,24 +116,18 @@ def check_closed(ranks: RankGroup, driver: FakeDriver) -> None:
     assert driver.calls.count("cuMemFree") == 2
 
 
-def test_handles_open_no_memory_of_others(pools: Pools) -> None:
+@on_driver("one")
+def test_handles_open_no_memory_of_others(ranks: RankGroup, driver: FakeDriver) -> None:
     """The driver cuts small allocations from slabs of 2 MiB, and a handle opens the whole slab to the other ranks."""
-    run(pools, 1, check_granularity)
-
-
-def check_granularity(ranks: RankGroup, driver: FakeDriver) -> None:
     for num_bytes, expected in ((12, 2 << 20), (2 << 20, 2 << 20), ((2 << 20) + 1, 4 << 20)):
         buffer = SymmetricBuffer(BufferLayout.of([("flags", num_bytes)]), ranks)
         assert [len(memory) for memory in driver.memory.values()] == [expected]
         close_together([buffer])
 
 
-def test_nodes_have_memory_of_their_own(pools: Pools) -> None:
+@on_driver("four")
+def test_nodes_have_memory_of_their_own(ranks: RankGroup, driver: FakeDriver) -> None:
     """Ranks map that of their node alone, and free it without those of others."""
-    pools("cpu").run(with_driver, check_nodes, ranks=4, limit_s=LIMIT_S)
-
-
-def check_nodes(ranks: RankGroup, driver: FakeDriver) -> None:
     ranks.topology = pretended(4, 2)
     buffer = SymmetricBuffer(LAYOUT, ranks)
     neighbour = ranks.rank ^ 1
@@ -145,14 +144,11 @@ def check_nodes(ranks: RankGroup, driver: FakeDriver) -> None:
     meet(ranks)
 
 
+@on_driver("two")
 @pytest.mark.parametrize("how", ["close", "drop"])
-def test_memory_stays_until_the_last_rank_lets_go(pools: Pools, how: str) -> None:
+def test_memory_stays_until_the_last_rank_lets_go(ranks: RankGroup, driver: FakeDriver, how: str) -> None:
     """A late rank may still write: after a timeout, or because Python collects its communicator later. Its own wait is
     nobody else's: each rank lets go when it likes, and frees when it next looks after the last one has."""
-    run(pools, 2, check_last, how)
-
-
-def check_last(ranks: RankGroup, driver: FakeDriver, how: str) -> None:
     buffer: SymmetricBuffer | None = SymmetricBuffer(LAYOUT, ranks)
     if ranks.rank == 0:
         buffer = let_go(buffer, how)
@@ -178,14 +174,11 @@ def let_go(buffer: SymmetricBuffer | None, how: str) -> None:
         buffer.close()
 
 
+@on_driver("one_or_two")
 @pytest.mark.parametrize("how", ["close", "drop"])
-def test_a_view_keeps_the_memory(pools: Pools, num_ranks: int, how: str) -> None:
+def test_a_view_keeps_the_memory(ranks: RankGroup, driver: FakeDriver, how: str) -> None:
     """Rows that a dispatch handed out stay as they are when the communicator is closed, or gone; they need nothing of
     the other ranks, which free theirs."""
-    run(pools, num_ranks, check_view, how)
-
-
-def check_view(ranks: RankGroup, driver: FakeDriver, how: str) -> None:
     buffer: SymmetricBuffer | None = SymmetricBuffer(LAYOUT, ranks)
     assert buffer is not None
     view = buffer.view("rows", torch.float32, (5, 2)).fill_(ranks.rank + 0.5)[1:]
@@ -209,14 +202,11 @@ def check_view(ranks: RankGroup, driver: FakeDriver, how: str) -> None:
     assert driver.is_clean
 
 
+@on_driver("two")
 @pytest.mark.slow
-def test_a_long_lived_server_does_not_grow(pools: Pools) -> None:
+def test_a_long_lived_server_does_not_grow(ranks: RankGroup, driver: FakeDriver) -> None:
     """A hundred communicators' buffers, closed, dropped and in cycles, one rank late each time: no memory, no mapping,
     no key in the store and no queued object more than after the first few."""
-    run(pools, 2, check_no_growth)
-
-
-def check_no_growth(ranks: RankGroup, driver: FakeDriver) -> None:
     store = store_of(ranks.process_group)
     held: list[tuple[int, int, int, int]] = []
     gc.disable()  # or Python would collect when it likes
@@ -254,14 +244,11 @@ def check_no_growth(ranks: RankGroup, driver: FakeDriver) -> None:
 # -- finalizers -------------------------------------------------------------------------------------------------
 
 
+@on_driver("one_or_two")
 @pytest.mark.parametrize("in_a_cycle", [False, True])
-def test_a_finalizer_only_queues(pools: Pools, num_ranks: int, in_a_cycle: bool) -> None:
+def test_a_finalizer_only_queues(ranks: RankGroup, driver: FakeDriver, in_a_cycle: bool) -> None:
     """It runs wherever Python happens to collect: in the middle of a capture, of a call of the store, of this. What
     it leaves is undone by the next construction, check or close outside of a capture."""
-    run(pools, num_ranks, check_finalizer, in_a_cycle)
-
-
-def check_finalizer(ranks: RankGroup, driver: FakeDriver, in_a_cycle: bool) -> None:
     buffer = SymmetricBuffer(LAYOUT, ranks)
     cycle: list[Any] = [buffer]
     if in_a_cycle:
@@ -281,12 +268,9 @@ def check_finalizer(ranks: RankGroup, driver: FakeDriver, in_a_cycle: bool) -> N
     meet(ranks)
 
 
-def test_collected_while_memory_is_released(pools: Pools) -> None:
+@on_driver("one")
+def test_collected_while_memory_is_released(ranks: RankGroup, driver: FakeDriver) -> None:
     """The collector may run inside of a release, and find another buffer there."""
-    run(pools, 1, check_collected_inside)
-
-
-def check_collected_inside(ranks: RankGroup, driver: FakeDriver) -> None:
     first, second = SymmetricBuffer(LAYOUT, ranks), [SymmetricBuffer(LAYOUT, ranks)]
     real_free, depth = driver.cuMemFree, []
 
@@ -306,14 +290,11 @@ def check_collected_inside(ranks: RankGroup, driver: FakeDriver) -> None:
     assert driver.is_clean
 
 
-def test_a_driver_that_fails_is_asked_again(pools: Pools, num_ranks: int) -> None:
+@on_driver("one_or_two")
+@pytest.mark.parametrize("function", ["cuMemFree", "cuIpcCloseMemHandle"])
+def test_a_driver_that_fails_is_asked_again(ranks: RankGroup, driver: FakeDriver, function: str) -> None:
     """As long as another thread captures, say, the driver frees and unmaps nothing. Whoever happens to be there when
     it fails is not told, and nothing is lost."""
-    for function in ("cuMemFree", "cuIpcCloseMemHandle"):
-        run(pools, num_ranks, check_asked_again, function)
-
-
-def check_asked_again(ranks: RankGroup, driver: FakeDriver, function: str) -> None:
     buffer = SymmetricBuffer(LAYOUT, ranks)
     driver.failing[function] = REFUSED
     buffer.close()
@@ -323,12 +304,9 @@ def check_asked_again(ranks: RankGroup, driver: FakeDriver, function: str) -> No
     driver.failing.clear()
 
 
-def test_a_forked_child_frees_nothing(pools: Pools, num_ranks: int) -> None:
+@on_driver("one_or_two")
+def test_a_forked_child_frees_nothing(ranks: RankGroup, driver: FakeDriver) -> None:
     """Data loaders fork: the child has copies of all objects, but neither the GPU nor the store are its own."""
-    run(pools, num_ranks, check_fork)
-
-
-def check_fork(ranks: RankGroup, driver: FakeDriver) -> None:
     buffers = [SymmetricBuffer(LAYOUT, ranks) for _ in range(3)]
     del buffers[2]  # queued before the fork
     before = list(driver.calls)
@@ -375,16 +353,12 @@ driver.cuMemFree = driver.cuIpcCloseMemHandle = lambda *_: print("called at exit
 # -- what fails while a buffer is made --------------------------------------------------------------------------
 
 
+@on_driver("two")
 @pytest.mark.parametrize("function", ["cuMemAlloc", "cuIpcGetMemHandle", "cuIpcOpenMemHandle"])
-def test_what_one_rank_cannot_do_fails_on_all(pools: Pools, function: str) -> None:
+def test_what_one_rank_cannot_do_fails_on_all(ranks: RankGroup, driver: FakeDriver, function: str) -> None:
     """No memory, no shared IPC namespace, no peer access: that rank's own error there, PeerError elsewhere, nothing
     kept, and it can be tried again."""
-    found = run(pools, 2, check_refused, function)
-    assert found == ["OutOfMemoryError" if function == "cuMemAlloc" else "RuntimeError", "PeerError"]
-
-
-def check_refused(ranks: RankGroup, driver: FakeDriver, function: str) -> str:
-    name = ""
+    own = "OutOfMemoryError" if function == "cuMemAlloc" else "RuntimeError"
     for _ in range(2):
         if ranks.rank == 0:
             driver.failing[function] = OUT_OF_MEMORY if function == "cuMemAlloc" else REFUSED
@@ -392,11 +366,10 @@ def check_refused(ranks: RankGroup, driver: FakeDriver, function: str) -> str:
             SymmetricBuffer(LAYOUT, ranks)
         assert is_known_to_all(raised.value)
         assert driver.is_clean, "given back before it is tried again"
-        name = type(raised.value).__name__
+        assert type(raised.value).__name__ == (own if ranks.rank == 0 else "PeerError")
     driver.failing.clear()
     close_together([SymmetricBuffer(LAYOUT, ranks)])
     meet(ranks)
-    return name
 
 
 def test_memory_that_torch_keeps_is_asked_for() -> None:
@@ -412,14 +385,14 @@ def test_memory_that_torch_keeps_is_asked_for() -> None:
     emptied.assert_called_once()
 
 
+@on_driver("two")
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, tl.PeerTimeout])
-def test_a_rank_that_comes_less_far_keeps_its_memory(pools: Pools, error: type[BaseException]) -> None:
+def test_a_rank_that_comes_less_far_keeps_its_memory(
+    ranks: RankGroup, driver: FakeDriver, error: type[BaseException]
+) -> None:
     """An exchange can end on one rank and fail on another, in whatever way: the first has mapped the memory of the
     second, which may not free it before the first has let go."""
-    run(pools, 2, check_less_far, error)
 
-
-def check_less_far(ranks: RankGroup, driver: FakeDriver, error: type[BaseException]) -> None:
     def fail_afterwards(*args: Any) -> list[Any]:
         rendezvous.agree(*args)
         raise tl.PeerTimeout(1, [0], "the test", 1, "no answer") if error is tl.PeerTimeout else error("the test")
@@ -478,13 +451,10 @@ def check_dead(context: RankContext) -> None:
 # -- the caller's defaults --------------------------------------------------------------------------------------
 
 
+@on_driver("two")
 @pytest.mark.parametrize("default", ["meta", torch.bfloat16], ids=str)
-def test_the_callers_defaults_do_no_harm(pools: Pools, default: str | torch.dtype) -> None:
+def test_the_callers_defaults_do_no_harm(ranks: RankGroup, driver: FakeDriver, default: str | torch.dtype) -> None:
     """Programs set a default device or dtype for their own tensors; ours say what they are."""
-    run(pools, 2, check_defaults, default)
-
-
-def check_defaults(ranks: RankGroup, driver: FakeDriver, default: str | torch.dtype) -> None:
     dtype = torch.get_default_dtype()
     try:
         torch.set_default_device(default) if isinstance(default, str) else torch.set_default_dtype(default)

@@ -18,7 +18,11 @@ def call_body(context: RankContext, body: Test, *arguments: Any) -> None:
 
 
 def on_ranks(
-    group: str | Test = "ranks", *, through: Callable[..., Any] = call_body, limit_s: float | None = None
+    group: str | Test = "ranks",
+    *,
+    through: Callable[..., Any] = call_body,
+    gives: int = 1,
+    limit_s: float | None = None,
 ) -> Any:
     """Decorator that runs a test's body on every rank of a group: ``body(context, *parameters)``.
 
@@ -29,6 +33,7 @@ def on_ranks(
         group: name of the fixture that runs the body. Without parentheses it is "ranks".
         through: function that calls the body on a rank, ``through(context, body, *parameters)``. It may give the body
             something else than the context.
+        gives: how many of the body's first parameters it gives.
         limit_s: time limit for all ranks, in seconds. None is the group's own.
     """
     if not isinstance(group, str):
@@ -36,7 +41,7 @@ def on_ranks(
     options = {} if limit_s is None else {"limit_s": limit_s}
 
     def decorate(body: Test) -> Test:
-        parameters = list(inspect.signature(body).parameters.values())[1:]
+        parameters = list(inspect.signature(body).parameters.values())[gives:]
 
         @wraps(body)
         def test(**fixtures: Any) -> None:

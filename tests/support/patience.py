@@ -14,7 +14,7 @@ from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.waiting import Watch
 
 PATIENCE_S = 20.0
-"""How long a rank of a test may take to come, where nobody is user_options to be late."""
+"""How long a rank of a test may take to come, where nobody is meant to be late."""
 
 
 def done(ranks: RankGroup, what: str = "done") -> None:
@@ -32,7 +32,7 @@ def only_late(late: Collection[int]) -> Iterator[None]:
     """In this block a rank whose deadline passes waits for all but the late ranks, until they say that they wait too.
 
     The product gives ranks a second or two for that. A busy machine may keep a process from running for longer, and a
-    rank that is user_options to be in time would be missed. Late ranks are not asked, since they would not answer.
+    rank that is meant to be in time would be missed. Late ranks are not asked, since they would not answer.
     """
 
     def asked(owner: Any, name: str) -> Any:

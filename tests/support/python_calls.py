@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import tokenloom
+from tokenloom.runtime.deferred_release import release_dropped
 
 PACKAGE = str(Path(tokenloom.__file__).parent)
 INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
@@ -41,6 +43,8 @@ class Way:
 
 def way_of(call: Callable[[], Any]) -> Way:
     """The way of one call, on this thread."""
+    gc.collect()
+    release_dropped()  # a call would release the memory of communicators that tests before have dropped
     way = Way()
     before = sys.getprofile()
     sys.setprofile(way.note)

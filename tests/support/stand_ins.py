@@ -135,6 +135,7 @@ class StandIns:
         self._patch(torch.Tensor, "tolist", self._counted("tolist", lambda tensor: tolist(tensor)))
         self._patch(communicator, "agree", lambda ranks, prepare, what: [prepare()[1]] * ranks.num_ranks)
         self._patch(rendezvous, "agree", lambda ranks, prepare, what: [prepare()[1]])
+        self._patch(rendezvous, "agreeing", lambda ranks, what: nullcontext())
         meeting = SimpleNamespace(open_timeout_s=1.0, timeout_s=1.0, masks_late=False, turn=Turn())
         self._patch(Communicators, "meeting", lambda communicators, device: meeting)
         self._patch(communicator, "RankGroup", self._ranks)

@@ -20,7 +20,7 @@ def combine_by(
     engine, weights = comm.engine, routed._weights if weighted else None
     needs_grad = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (y, weights))
     options = CombineOptions(weights is not None, y.dtype, y.dtype, needs_grad, strategy)
-    engine.begin()
+    engine.raise_known_errors()
     with engine.sequence(Upcoming("combine")):
         handle, rows = routed._handle, y.view(-1, comm.plan.hidden)
         prepared = engine.prepare_combine(CombineKind(routed.layout, y.dtype, options), handle.number)

@@ -99,8 +99,8 @@ class ToyBackend:
 
         return _Sends(send)
 
-    def ready(self, waits: bool = False) -> int | None:
-        return self._inner.ready(waits)
+    def ready_stream(self, waits: bool = False) -> int | None:
+        return self._inner.ready_stream(waits)
 
     def resend(
         self,

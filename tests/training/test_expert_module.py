@@ -165,23 +165,6 @@ def test_bad_input_on_one_rank(ranks: Ranks, fault: str) -> None:
     ranks.run(fail_on_one_rank, fault)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "intermediate is 0": {"intermediate": 0},
-    "expert_grad_scale is None": {"expert_grad_scale": None},
-    "pool_rows is 0": {"pool_rows": 0},
-    "weight_layout is 'x'": {"weight_layout": "x"},
-    "dtype is torch.int32": {"dtype": torch.int32},
-    "hidden is 17, the communicator was made for 16": {"hidden": HIDDEN + 1},
-}
-
-
-@pytest.mark.parametrize("named", OPTIONS)
-def test_bad_options_are_named(named: str) -> None:
-    comm = tl.Communicator(None, max_tokens_per_rank=8, num_experts=NUM_EXPERTS, hidden=HIDDEN, top_k=TOP_K)
-    with pytest.raises(tl.InvalidArgument, match=named):
-        make_experts(**({"comm": comm, "max_tokens_per_rank": None} | OPTIONS[named]))
-
-
 # -- checkpoints ----------------------------------------------------------------------------------------------
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,13 @@ import torch.distributed as dist
 import tokenloom as tl
 from tests.conftest import LIMIT_S, Ranks
 from tests.support.on_ranks import on_ranks
-from tests.training.test_routed_experts import HIDDEN, layers_of
+from tests.training.test_routed_experts import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, layers_of
 from tokenloom.backends.collective_handle import CollectiveHandle
 from tokenloom.backends.peers.handle import PeerHandle
+from tokenloom.comm.engine import Engine
 from tokenloom.ops import expert_gemms, experts, routing
 from tokenloom.runtime.processes import RankContext
+from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.training import layer as layer_module
 from tokenloom.training.shards import local_part
 
@@ -278,3 +281,186 @@ def test_no_room_to_cast(context: RankContext) -> None:
             told_at_once(context, bad, lambda: (layer(x), layer.comm.check()))
         assert torch.equal(layer(x)[0], wanted)
     layer.comm.close()
+
+
+# -- ranks that differ ------------------------------------------------------------------------------------------
+
+SUMS = pytest.mark.parametrize("options", [{}, ROUTER_LOSS], ids=["dispatch comes first", "sum of losses comes first"])
+
+
+@contextmanager
+def nothing_travels(layer: tl.ExpertParallelMoE) -> Iterator[None]:
+    """In this block no sum is taken, and no call opens where the host hears at once what the others mean."""
+    opened: Any = mock.patch.object(Engine, "opened") if layer.comm.backend == "collective" else nullcontext()
+    with opened as counted, mock.patch.object(RankGroup, "_sum") as summed:
+        yield
+    assert not summed.called
+    assert counted is None or not counted.called
+
+
+def differs_at_once(context: RankContext, layer: tl.ExpertParallelMoE, call: Callable[[], object], said: str) -> None:
+    """All ranks raise the same in this call, before any row has travelled."""
+    began = time.monotonic()
+    with nothing_travels(layer), pytest.raises(tl.PlanMismatch) as raised:
+        (call(), layer.comm.check())  # kernels say it later
+    assert time.monotonic() - began < AT_ONCE_S
+    assert raised.value.rank == context.num_ranks - 1
+    assert said in str(raised.value)
+
+
+FREEZING = {
+    "router_weight": "trained parameters=router_bias, shared_w1, shared_w2,",
+    "shared_w1": "trained parameters=router_weight, router_bias, shared_w2,",
+    "experts.w2": "shared_w1, shared_w2, w1, rank 0 has",
+    "experts.w1": "shared_w1, shared_w2, w2, rank 0 has",
+}
+
+
+@SUMS
+@pytest.mark.parametrize("name", FREEZING)
+@on_ranks
+def test_frozen_on_one_rank(context: RankContext, name: str, options: dict[str, float]) -> None:
+    """Backward would sum the gradients of other parameters than the other ranks do, or of none."""
+    if context.num_ranks == 1:
+        return
+    router = tl.Router(EXPERTS, TOP_K, bias=True)
+    given = {"timeout_s": TIMEOUT_S, "open_timeout_s": TIMEOUT_S, "router": router, "router_grad": "sum", **options}
+    (layer,) = layers_of(context, 1, **given)
+    parameter = layer.get_parameter(name)
+    x = torch.ones(16, HIDDEN, device=context.device, dtype=torch.bfloat16)
+    parameter.requires_grad_(context.rank != context.num_ranks - 1)
+    differs_at_once(context, layer, lambda: layer(x), FREEZING[name])
+    with torch.no_grad():
+        layer(x)  # which trains none
+    for frozen in (False, True):  # alike on all ranks
+        parameter.requires_grad_(not frozen)
+        out, loss = layer(x)
+        (out.float().sum() + loss).backward()
+    layer.comm.check()
+    layer.comm.close()
+
+
+@on_ranks
+def test_experts_frozen_on_one_rank(context: RankContext) -> None:
+    """Experts below a router of the user's own."""
+    if context.num_ranks == 1:
+        return
+    (layer,) = layers_of(context, 1, timeout_s=TIMEOUT_S, open_timeout_s=TIMEOUT_S)
+    x = torch.ones(16, HIDDEN, device=context.device, dtype=torch.bfloat16)
+    ids = torch.arange(TOP_K, device=context.device).expand(16, TOP_K)
+    weights = torch.ones(16, TOP_K, device=context.device)
+    layer.experts.w1.requires_grad_(context.rank != context.num_ranks - 1)
+    said = "has trained experts=w2, rank 0 has trained experts=w1, w2; freeze the same parameters on all ranks"
+    differs_at_once(context, layer, lambda: layer.experts(x, ids, weights), said)
+    layer.experts.w1.requires_grad_(False)
+    layer.experts(x, ids, weights).float().sum().backward()
+    layer.comm.check()
+    layer.comm.close()
+
+
+@SUMS
+@pytest.mark.parametrize("grads", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", ["topk_ids", "topk_weights"])
+@on_ranks
+def test_routes_given_on_one_rank(context: RankContext, name: str, grads: bool, options: dict[str, float]) -> None:
+    """One that replays routes while the others choose, or weighs them by itself while the others learn how."""
+    if context.num_ranks == 1:
+        return
+    (layer,) = layers_of(context, 1, timeout_s=TIMEOUT_S, open_timeout_s=TIMEOUT_S, **options)
+    x = torch.ones(16, HIDDEN, device=context.device, dtype=torch.bfloat16)
+    ids = torch.arange(TOP_K, device=context.device).expand(16, TOP_K)
+    weights = torch.ones(16, TOP_K, device=context.device, requires_grad=grads)
+    given = {} if name == "topk_ids" else {"topk_ids": ids}
+    more = {"topk_ids": ids} if name == "topk_ids" else {"topk_ids": ids, "topk_weights": weights}
+    with torch.set_grad_enabled(grads):
+        differs_at_once(
+            context,
+            layer,
+            lambda: layer(x, **(more if context.rank == context.num_ranks - 1 else given)),
+            f"has {name}=given, rank 0 has {name}=none; pass {name} on all ranks, or on none",
+        )
+        for each in (given, more):
+            layer(x, **each)
+    layer.comm.check()
+    layer.comm.close()
+
+
+@on_ranks
+def test_a_router_is_told_in_the_sum_of_losses(context: RankContext) -> None:
+    """The others are about to sum, and go no further."""
+    if context.num_ranks == 1:
+        return
+    (layer,) = layers_of(context, 1, timeout_s=TIMEOUT_S, open_timeout_s=TIMEOUT_S, **ROUTER_LOSS)
+    x = torch.ones(16, HIDDEN, device=context.device, dtype=torch.bfloat16)
+    bad = context.num_ranks - 1
+    layer(x)
+    with nothing_travels(layer), failing(FORWARD["router"], context.rank == bad):
+        told_at_once(context, bad, lambda: layer(x))
+    layer(x)
+    layer.comm.check()
+    layer.comm.close()
+
+
+# -- constructors -----------------------------------------------------------------------------------------------
+
+
+class NoMemory(ExitStack):
+    """In this block tensors of a shape have no memory.
+
+    Args:
+        shape: of the tensor that cannot be made. here: on this rank.
+    """
+
+    def __init__(self, shape: tuple[int, ...], here: bool) -> None:
+        super().__init__()
+        self.shape, self.here = shape, here
+
+    def __enter__(self) -> NoMemory:
+        real = torch.empty
+
+        def empty(*args: Any, **options: Any) -> torch.Tensor:
+            if self.shape in (args, *args[:1]):
+                raise torch.OutOfMemoryError("no memory left")
+            return real(*args, **options)
+
+        if self.here:
+            self.enter_context(mock.patch.object(torch, "empty", empty))
+        return self
+
+
+LARGE = {
+    "experts": lambda num_ranks: (EXPERTS // num_ranks, HIDDEN, INTERMEDIATE),
+    "router": lambda num_ranks: (EXPERTS, HIDDEN),
+    "shared expert": lambda num_ranks: (HIDDEN, 32),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+@on_ranks
+def test_a_layer_without_memory(context: RankContext, name: str) -> None:
+    """The largest tensors of a program: the other ranks do not go on with a layer that one of them lacks."""
+    bad, shape = context.num_ranks - 1, LARGE[name](context.num_ranks)
+    options = {"timeout_s": TIMEOUT_S, "open_timeout_s": TIMEOUT_S}
+    with NoMemory(shape, context.rank == bad):
+        told_at_once(context, bad, lambda: layers_of(context, 1, **options))
+    (layer,) = layers_of(context, 1, **options)
+    layer(torch.ones(16, HIDDEN, device=context.device, dtype=torch.bfloat16))
+    layer.comm.check()
+    layer.comm.close()
+
+
+@on_ranks
+def test_a_warning_that_is_an_error(context: RankContext) -> None:
+    """Only rank 0 warns, and a program may run with ``-W error``."""
+    options = {"timeout_s": TIMEOUT_S, "open_timeout_s": TIMEOUT_S}
+    router = tl.Router(EXPERTS, 1, "softmax_topk", renormalize=True)
+    where: dict[str, Any] = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "num_experts": EXPERTS, "top_k": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning if context.rank == 0 else tl.PeerError, match="cannot learn"):
+            tl.ExpertParallelMoE(
+                context.group, max_tokens_per_rank=16, router=router, device=context.device, **where, **options
+            )
+    tl.Communicator(
+        context.group, num_experts=EXPERTS, hidden=HIDDEN, top_k=1, max_tokens_per_rank=1, device=context.device
+    ).close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -217,8 +217,11 @@ def test_losses_of_the_router_are_those_of_a_micro_batch(ranks: Ranks) -> None:
 # -- losses --------------------------------------------------------------------------------------------------
 
 
-def use_one_result(context: RankContext, left_out: str) -> None:
-    """The last rank leaves one of the results out of its loss, as one without tokens may."""
+@on_ranks("several_ranks")
+@pytest.mark.parametrize("left_out", ["out", "aux_loss"])
+def test_a_loss_of_one_result_on_one_rank(context: RankContext, left_out: str) -> None:
+    """The last rank leaves one of the results out of its loss, as one without tokens may. Its backward takes part in
+    both gradients; else a sum over ranks would pair with another one, in silence."""
     case, last = replace(LayerCase(), router_grad="sum"), context.num_ranks - 1
     layer = make_layer(case, context.group)
     (xs, factors), share = make_inputs(case, context.num_ranks), last / context.num_ranks
@@ -236,14 +239,6 @@ def use_one_result(context: RankContext, left_out: str) -> None:
     torch.stack(list(losses.values())).sum().backward()
     for name in ("router_weight", "shared_w1"):
         assert_near(layer.get_parameter(name).grad, want.grads[name], case.dtype, f"gradient of {name}")
-
-
-@pytest.mark.parametrize("left_out", ["out", "aux_loss"])
-def test_a_loss_of_one_result_on_one_rank(ranks: Ranks, left_out: str) -> None:
-    """Its backward takes part in both gradients; else a sum over ranks would pair with another one, in silence."""
-    if ranks.num_ranks == 1:
-        pytest.skip("it has no others")
-    ranks.run(use_one_result, left_out)
 
 
 # -- FSDP2 --------------------------------------------------------------------------------------------------
@@ -289,22 +284,14 @@ def test_fsdp_around_the_dense_part(context: RankContext, name: str, unit_per_la
 
 @on_ranks
 def test_checkpoints_beside_fsdp(context: RankContext) -> None:
-    """torch's tools gather and distribute experts like what FSDP has sharded."""
+    """torch's tools gather experts like what FSDP has sharded. test_checkpoints.py distributes them too."""
     model = fully_sharded(context, True)
-    options = StateDictOptions(full_state_dict=True)
-    before = {name: value.clone() for name, value in get_model_state_dict(model, options=options).items()}
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     for name, value in tl.gather_state_dict(model).items():
-        assert torch.equal(value, before[name].cpu()), name
-    assert {name: value.shape for name, value in before.items()} == {
+        assert torch.equal(value, found[name].cpu()), name
+    assert {name: value.shape for name, value in found.items()} == {
         name: value.shape for name, value in tl.gather_state_dict(Model(context.group, CASE)).items()
     }
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    set_model_state_dict(model, dict(before), options=options)
-    after = get_model_state_dict(model, options=options)
-    for name, value in before.items():
-        assert torch.equal(after[name].cpu(), value.cpu()), name
 
 
 # -- DeviceMesh ---------------------------------------------------------------------------------------------

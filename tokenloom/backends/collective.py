@@ -142,7 +142,7 @@ class CollectiveBackend:
     def prepare_combine(self, kind: CombineKind, number: int) -> PreparedCombineByCollective:
         return PreparedCombineByCollective(self, kind)
 
-    def ready(self, waits: bool = False) -> int | None:
+    def ready_stream(self, waits: bool = False) -> int | None:
         self.check("nothing")
         return None
 

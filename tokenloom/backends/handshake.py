@@ -52,6 +52,7 @@ def dispatch_fields(number: int, kind: DispatchKind, user_options: DispatchOptio
         "x.dtype": kind.x_dtype,
         "packed scales": kind.scale_words,
         "topk_weights.dtype": kind.weights_dtype,
+        **dict(kind.alike),  # before what follows from it
         "x.requires_grad": kind.x_needs_grad,
         "topk_weights.requires_grad": kind.weights_need_grad,
         **({} if kind.width is None else {"width": kind.width}),

@@ -165,8 +165,9 @@ class DispatchKind:
             that no later call overwrites as long as somebody holds them. "but rows" means that rows may still be a
             view, because the caller is done with them in time.
         split: the caller may take long until the second half. Between the halves nothing of ours runs on the GPU.
-        early: the caller begins these dispatches early. Errors of earlier calls can wait for the second half.
+        sent_ahead: the caller sends these dispatches ahead. Errors of earlier calls can wait for the second half.
         width: values in a row, a multiple of 16 bytes; None: H.
+        alike: what else all ranks must mean alike in the call that these dispatches open, by name.
     """
 
     options: DispatchOptions
@@ -179,8 +180,9 @@ class DispatchKind:
     weights_need_grad: bool = False
     output_owner: OutputOwner = False
     split: bool = False
-    early: bool = False
+    sent_ahead: bool = False
     width: int | None = None
+    alike: tuple[tuple[str, str], ...] = ()
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -262,6 +264,7 @@ class Upcoming:
         value_bytes: bytes of a value on the wire.
         awaited: the ranks wait for the outcome of this call before they open another.
         split: it is made in halves.
+        width: values in a row of a dispatch; None: H.
     """
 
     name: str
@@ -269,6 +272,7 @@ class Upcoming:
     value_bytes: int = 2
     awaited: bool = False
     split: bool = False
+    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -381,7 +385,7 @@ class Sent(Protocol[T_co]):
 
 
 class PreparedDispatch(Protocol):
-    """Makes dispatches of one kind."""
+    """Makes dispatches of one kind. On "nvlink" it is a StagedDispatch, DirectDispatch or ExactHalves."""
 
     @property
     def is_stale(self) -> bool:
@@ -404,12 +408,12 @@ class PreparedDispatch(Protocol):
             tokens: checked, and of this kind.
             out: checked tensors to write results to. The backend fills every field that is given, on the current
                 stream, before ``receive`` returns. The caller hands them out instead, and ``rows`` may be its tokens.
-            stream: what :meth:`Backend.ready` has just given, or None.
+            stream: what :meth:`Backend.ready_stream` has just given, or None.
         """
 
 
 class PreparedCombine(Protocol):
-    """Makes combines of one kind."""
+    """Makes combines of one kind. On "nvlink" it is a SumsAtHome, ReduceScatter or RoundedTwice."""
 
     @property
     def is_stale(self) -> bool:
@@ -433,7 +437,7 @@ class PreparedCombine(Protocol):
             weights: received ones [R, K], None: those of the handle. With
                 ``options.weights_from_home`` float32 [T, K], contiguous.
             out: [T, H] to write to, or None.
-            stream: what :meth:`Backend.ready` has just given, or None.
+            stream: what :meth:`Backend.ready_stream` has just given, or None.
         """
 
 
@@ -475,6 +479,9 @@ class Members(Protocol):
 class Backend(Protocol):
     """One way to move tokens. Every method that sends is collective: all ranks call it, in the same order.
 
+    "nvlink" is peers/backend.py, "gin" and "padded" are nodes/backend.py, "collective" is collective.py, and "network"
+    is nodes/hierarchical/backend.py.
+
     A backend tells the other ranks of a fault of its own before its call opens; ``Upcoming`` and :meth:`report_fault`
     are for what fails outside of it. Errors that all ranks raise alike have ``known_to_all`` set.
 
@@ -500,12 +507,12 @@ class Backend(Protocol):
             number: of the dispatch that the next of them belongs to.
         """
 
-    def ready(self, waits: bool = False) -> int | None:
-        """Raise what earlier calls left, as far as it is known; where the host will wait for the next call, all of it.
+    def ready_stream(self, waits: bool = False) -> int | None:
+        """Raise known errors of earlier calls. With ``waits``, wait for all earlier calls first.
 
         Returns:
-            The handle of the stream that the next call goes to, if nothing but its launch is left to do. None: the
-            call has to look around itself.
+            The handle of the stream that the next call goes to. None: the call takes the slow path, which asks for
+            the stream, for a capture and for open halves.
         """
 
     def resend(
@@ -527,7 +534,7 @@ class Backend(Protocol):
         Args:
             values: to "rows" also [T, h] of float32, where h is a multiple of 4 and at most 2 * K + 3.
             owner: whose the places are, as ``output_owner`` of a dispatch.
-            stream: what :meth:`ready` has just given, or None.
+            stream: what :meth:`ready_stream` has just given, or None.
         """
 
     def send_weight_gradients(self, handle: Any, grad: torch.Tensor) -> Sent[torch.Tensor]:

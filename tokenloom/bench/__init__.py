@@ -1,4 +1,4 @@
-"""What ``tokenloom bench``, ``tune``, ``plan`` and ``check-network`` do.
+"""The commands ``tokenloom bench``, ``tune``, ``plan`` and ``check-network``.
 
 A bench is a file (``comm.py``, ``mega.py``, ``train.py``) that says who is measured, with what they do beside it
 (``*_work.py``). ``harness.py`` lets them take turns, ``clock.py`` takes single samples. Tables, what is written below

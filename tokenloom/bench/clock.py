@@ -71,10 +71,6 @@ class Clock:
         context: the rank, on a GPU.
         cold: overwrite L2 before each sample, so that weights come from HBM. A graph then has one call, because the
             next would find what the first has left.
-
-    Attributes:
-        context: the rank.
-        calls: calls in a graph.
     """
 
     def __init__(self, context: RankContext, cold: bool) -> None:

@@ -1,4 +1,4 @@
-"""What ``tokenloom bench comm`` measures: named shapes, operations, a series for each row, and the bytes that move."""
+"""Work of ``tokenloom bench comm``: named shapes, operations, a series for each row, and the bytes that move."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ from tokenloom.tune.network import traffic as network
 
 @dataclass(frozen=True)
 class Case:
-    """A shape with a name.
+    """A shape with a name, for ``--case``.
 
     Attributes:
-        name: for ``--case``.
-        shape: its sizes.
         device: the device where it is measured if no case is named; None: nowhere.
         what: where such a shape comes from.
     """
@@ -51,15 +49,11 @@ def shapes_for(names: Sequence[str], device: str, tokens: Sequence[int] = (), **
 
     Args:
         names: cases; none given, those meant for the device.
-        device: "cpu" or "cuda".
         tokens: numbers of tokens that replace each shape's own.
         sizes: hidden, top_k, num_experts; those that are not None replace a shape's own.
 
     Returns:
         Each shape once, in the order of the cases.
-
-    Raises:
-        KeyError: no case has that name.
     """
     by_name = {case.name: case for case in CASES}
     picked = [by_name[name] for name in names] or [case for case in CASES if case.device == device]
@@ -120,7 +114,7 @@ def label(name: str) -> str:
 
 
 def named(series: Series, num_ranks: int) -> str:
-    """What ``--only`` looks for parts of: the name of a row, and its label."""
+    """Text in which ``--only`` looks for parts: the name of a row, and its label."""
     return f"{(name := series.name(num_ranks))} {label(name)}"
 
 
@@ -129,13 +123,11 @@ class Series:
     """The samples of one row.
 
     Attributes:
-        shape, operation: what is measured.
         backend: who is measured, one of ours, or "deep_ep".
         timing: "events", CUDA events around one call; "graph", around the replay of a CUDA graph of several calls;
             "wall", the host's clock around one call; or "eager", the host's clock around many pairs of a dispatch and
             a combine, and the host's time in one of each.
         num_sms: SMs that its kernels take; None where that is not known.
-        ranks_per_node: as in ``Communicator``.
         beside_us: microseconds of the GEMM that runs between the two halves of the operation; None for a call of one
             piece.
     """
@@ -193,15 +185,7 @@ def who_works(
 ) -> tuple[list[Who], list[str]]:
     """Everybody wanted that works here, and a line about each row that is missing for a reason.
 
-    Args:
-        device: "cpu" or "cuda".
-        num_ranks: W.
-        shape: what is measured.
-        wanted: some of :func:`names`.
-        num_sms: backends that take SMs are measured with each of these.
-        timings: clocks to measure by, of those that the device has.
-        halves: halves are measured, which rivals do not have.
-        ranks_per_node: nodes that the ranks are taken for; backends for one node are left out then.
+    The arguments are those of :func:`plan_series`.
     """
     found: list[Who] = []
     notes: list[str] = []
@@ -257,11 +241,6 @@ def plan_series(
         timings: clocks to measure by; None: all that the device has.
         beside_us: measure halves around a GEMM of this many microseconds, instead of calls of one piece.
         ranks_per_node: nodes that the ranks are taken for.
-
-    Raises:
-        InvalidArgument: a shape does not fit the ranks, FP8, or num_sms; a clock is not one of the device, or not one
-            of halves; no name contains any of ``only``.
-        BackendUnavailable: nobody wanted works here.
     """
     for sms in num_sms:
         if not 1 <= sms <= registry.MAX_SMS:
@@ -326,72 +305,64 @@ class Traffic:
         return self.value_bytes / LINK_GBYTES_PER_S / 1e3
 
 
-def rows_between(plan: Plan, topk_ids: Sequence[torch.Tensor]) -> np.ndarray:
-    """Count rows: int64 [W, W], tokens of rank i that have an expert on rank j. A token goes to a rank once.
-
-    Args:
-        topk_ids: [T, K] of each rank; -1 is an unused place.
-    """
-    return network.rows_between(topk_ids, plan.experts_per_rank, plan.num_ranks)
-
-
 @dataclass(frozen=True)
-class Relayed:
-    """Rows that leave each rank on backend "network", those that it hands on for others included: int64 [W].
+class Rows:
+    """Rows of a dispatch, of each rank: int64 [W]. Those of its combine go the other way.
 
     Attributes:
-        ranks_per_node: G, flags of a dispatched row.
-        dispatched: a row for each (token, node) to other nodes, and one for each (token, rank) inside a node.
-        combined: a row for each (token, rank), first inside its node to the rank that sends it home.
+        dispatched, combined: rows that leave the rank, also those that it hands on for others.
+        received, sent: rows that it gets, and that are its own tokens'; those that stay included.
+        flag_bytes: bytes beside a dispatched row that say which ranks of a node it is for.
     """
 
-    ranks_per_node: int
     dispatched: np.ndarray
     combined: np.ndarray
+    received: np.ndarray
+    sent: np.ndarray
+    flag_bytes: int = 0
 
 
-def relayed(plan: Plan, topk_ids: Sequence[torch.Tensor], ranks_per_node: int) -> Relayed:
-    """Count the rows of a dispatch and of its combine on backend "network".
+def count_rows(plan: Plan, topk_ids: Sequence[torch.Tensor], ranks_per_node: int | None = None) -> Rows:
+    """Count a row for each (token, rank).
 
     Args:
         topk_ids: [T, K] of each rank; -1 is an unused place.
+        ranks_per_node: G, for backend "network": there a dispatch has a row for each (token, node), and one for each
+            (token, rank) inside a node. A combine has a row for each (token, rank), first inside its node to the rank
+            that sends it home. None: rows go straight to their rank.
     """
+    between = network.rows_between(topk_ids, plan.experts_per_rank, plan.num_ranks)
+    received, sent = between.sum(0), between.sum(1)
+    if ranks_per_node is None:
+        own = between.diagonal()
+        return Rows(sent - own, received - own, received, sent)
     num_nodes = plan.num_ranks // ranks_per_node
     cluster = network.Cluster(num_nodes, ranks_per_node, plan.num_experts, plan.top_k)
     found = network.counted(cluster, topk_ids)["node"]
-    sizes = (num_nodes, ranks_per_node)
-    home = rows_between(plan, topk_ids).reshape(sizes * 2).sum(3)  # home node, rail, node
+    home = between.reshape((num_nodes, ranks_per_node) * 2).sum(3)  # home node, rail, node
     home[np.arange(num_nodes), :, np.arange(num_nodes)] = 0
     combined = home.sum(0).T + found.nvlink_received
-    return Relayed(ranks_per_node, (found.nic_sent + found.nvlink_sent).ravel(), combined.ravel())
+    return Rows((found.nic_sent + found.nvlink_sent).ravel(), combined.ravel(), received, sent, ranks_per_node)
 
 
-def moved(plan: Plan, rows: np.ndarray, operation: Operation, over: Relayed | None = None) -> Traffic:
+def moved(plan: Plan, rows: Rows, operation: Operation) -> Traffic:
     """Bytes that one call of an operation moves.
 
     A dispatched row carries its values, scales if it is FP8, the number of its token, and K ids and weights. A combine
     sends one row of partial sums, in BF16, back for every dispatched row, in all layouts.
-
-    Args:
-        rows: from :func:`rows_between`.
-        over: from :func:`relayed`, for backend "network"; None: rows go straight to their rank.
     """
-    to_others = rows - np.diag(rows.diagonal())
-    dispatched, combined = to_others.sum(1), to_others.sum(0)
-    if over is not None:
-        dispatched, combined = over.dispatched, over.combined
     sent, values, received = (np.zeros(plan.num_ranks, dtype=np.int64) for _ in range(3))  # bytes of each rank
     if "dispatch" in operation.name:
         value_bytes = plan.hidden * PAYLOAD_BYTES[operation.payload]
         row_bytes = value_bytes + TOKEN_BYTES + plan.top_k * (ID_BYTES + WEIGHT_BYTES)
         if operation.payload != "bf16":
             row_bytes += plan.hidden // FP8_BLOCK * SCALE_BYTES
-        values += dispatched * value_bytes
-        sent += dispatched * (row_bytes if over is None else align_up(row_bytes + over.ranks_per_node, WORD))
-        received += rows.sum(0) * row_bytes
+        values += rows.dispatched * value_bytes
+        sent += rows.dispatched * (align_up(row_bytes + rows.flag_bytes, WORD) if rows.flag_bytes else row_bytes)
+        received += rows.received * row_bytes
     if "combine" in operation.name:
         value_bytes = plan.hidden * COMBINED_BYTES
-        values += combined * value_bytes
-        sent += combined * value_bytes
-        received += rows.sum(1) * value_bytes
+        values += rows.combined * value_bytes
+        sent += rows.combined * value_bytes
+        received += rows.sent * value_bytes
     return Traffic(int(sent.max()), int(values.max()), int(received.max()))

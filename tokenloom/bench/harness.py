@@ -20,7 +20,7 @@ Sample = dict[str, float]
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank found of a contestant.
+    """Samples of a contestant on one rank.
 
     Attributes:
         samples: microseconds by what was timed, one value for each sample, which all ranks take together.
@@ -66,8 +66,6 @@ def take_turns(
     Every second round goes the other way round: who comes behind calls that draw much power has lower clocks.
 
     Args:
-        contestants: by name.
-        iterations: samples of each.
         warm_ups: samples at the beginning of each turn that do not count, because caches are left as somebody else
             used them, and so is code on the host.
         first_warm_ups: as many in the first round; None: no more than in the others.
@@ -109,9 +107,5 @@ def of_the_slowest(times_us: Sequence[Sequence[float]]) -> tuple[float, float, i
 
 
 def percentiles(by_rank: Sequence[Measured]) -> dict[str, tuple[float, float, int]]:
-    """Percentiles of the slowest rank, by what was timed.
-
-    Args:
-        by_rank: what all ranks found of one contestant.
-    """
+    """Percentiles of the slowest rank, by what was timed."""
     return {what: of_the_slowest([each.samples[what] for each in by_rank]) for what in by_rank[0].samples}

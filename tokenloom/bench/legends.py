@@ -1,4 +1,4 @@
-"""What tables say below them."""
+"""Texts below tables."""
 
 from __future__ import annotations
 

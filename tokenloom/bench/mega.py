@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from tokenloom.runtime.processes import RankContext
 
 OURS = "tokenloom"
 INPUT = "bfloat16"
-"""What our x is."""
+"""Dtype of our x."""
 CLOCKS = ("graph", "events")
 """A call in a replay, and an eager one. What else is timed of a layer are its stages."""
 NAMED_SIZES = (
@@ -46,50 +46,6 @@ NAMED_SIZES = (
     ("s", "num_shared_experts"),
 )
 """Letters before the sizes in a row's name, in that order. The last size is there only if it is not 0."""
-
-
-class Other(Protocol):
-    """A layer beside ours. Making one and closing it are collective.
-
-    Args:
-        group: all ranks.
-        shape: the layer.
-        max_tokens: most tokens of a rank in any call.
-        l1_weights: float8_e4m3fn [E / W + S, 2I, H], gates first, and float32 [E / W + S, 2I / 128, H / 128].
-        l2_weights: float8_e4m3fn [E / W + S, H, I] and float32 [E / W + S, H / 128, I / 128].
-
-    Attributes:
-        about: what readers of its numbers have to know.
-        input: dtype of its x.
-        most_difference: limit for ``calc_diff`` of its output and ours.
-    """
-
-    about: ClassVar[str]
-    input: ClassVar[str]
-    most_difference: ClassVar[float]
-
-    @staticmethod
-    def load(shape: MegaShape) -> str | None:
-        """Return its version, if it has one. It raises InvalidArgument where it is not there, or lacks something."""
-
-    def __init__(
-        self, group: dist.ProcessGroup, shape: MegaShape, max_tokens: int, l1_weights: Weights, l2_weights: Weights
-    ) -> None: ...
-
-    def prepared_call(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
-    ) -> Callable[[], Any]:
-        """Return the layer on these inputs, ready to be called until the next are prepared.
-
-        Args:
-            x: bfloat16 [T, H].
-            topk_ids: int32 [T, K].
-            topk_weights: float32 [T, K].
-            out: bfloat16 [T, H], which each call writes.
-        """
-
-    def close(self) -> None:
-        """Release its buffers, behind everything on the current streams."""
 
 
 def make_mega(
@@ -110,7 +66,7 @@ def make_mega(
 
 
 class Composed:
-    """MegaMoE as calls that anybody could make: dispatch, grouped GEMMs, combine; see :class:`Other`."""
+    """MegaMoE as calls that anybody could make: dispatch, grouped GEMMs, combine; like :class:`DeepGemm`."""
 
     about: ClassVar[str] = (
         "composed is MegaMoE(backend='composed'): dispatch, grouped GEMMs and combine, whose host reads how many rows "
@@ -143,7 +99,9 @@ class Composed:
         self._mega.close()
 
 
-OTHERS: dict[str, type[Any]] = {"deep_gemm": DeepGemm, "composed": Composed}
+Other = DeepGemm | Composed
+"""A layer beside ours. DeepGemm says what each of them has."""
+OTHERS: dict[str, type[DeepGemm] | type[Composed]] = {"deep_gemm": DeepGemm, "composed": Composed}
 
 
 def load(names: Sequence[str], shape: MegaShape) -> dict[str, str | None]:
@@ -151,9 +109,6 @@ def load(names: Sequence[str], shape: MegaShape) -> dict[str, str | None]:
 
     Returns:
         Versions by name.
-
-    Raises:
-        InvalidArgument: a name is unknown, or the layer is not there.
     """
     unknown = [name for name in names if name not in OTHERS]
     if unknown:
@@ -163,7 +118,7 @@ def load(names: Sequence[str], shape: MegaShape) -> dict[str, str | None]:
 
 @dataclass(frozen=True)
 class MegaFound:
-    """What one rank found for one number of tokens.
+    """Results of one rank for one number of tokens.
 
     Attributes:
         layers: everybody by name, OURS first; the difference is by
@@ -185,7 +140,7 @@ def measure_on_rank(
     against: Sequence[str],
     traced: bool = False,
 ) -> list[MegaFound]:
-    """What this rank finds for each number of tokens. Collective.
+    """Measure every number of tokens on this rank. Collective.
 
     Args:
         cold: overwrite L2 before each sample, and let a sample be one call.
@@ -305,8 +260,9 @@ def contestants(clock: Clock, layers: Mapping[str, Layer], measured: Mapping[str
     found: dict[str, Contestant] = {}
     for name, each in layers.items():
         if each.graph is not None:
-            sample = partial(_sample, "graph", clock.replay_us, each.graph)
-            found[f"{name}, graph"] = Contestant(sample, measured[name])
+            found[f"{name}, graph"] = Contestant(
+                partial(_sample, "graph", clock.replay_us, each.graph), measured[name]
+            )
     for name, each in layers.items():
         found[f"{name}, events"] = Contestant(partial(_sample, "events", clock.call_us, each.call), measured[name])
     return found
@@ -341,14 +297,12 @@ class MegaRow:
         name: mega[/other layer]/ranks/tokens/hidden/intermediate/experts/top-k[/shared experts]/clock[/cold].
         who: "tokenloom", or the other layer's name.
         p50_us, p99_us, slowest_rank: time of a call, by the clock in the name.
-        events_us: p50 around one eager call.
         tflops: rate per rank, per p50.
         hbm_gbytes_per_s: weights of the experts that have a token, on the rank with most such experts, per p50.
         nvlink_gbytes_per_s: what leaves the busiest rank when ours runs, per p50.
         floor_us: least time; the legend of the table says what it is.
         times_floor: p50 over floor_us; None where that is 0.
         stages_us: p50 of each stage; empty for other layers.
-        cold: whether L2 was overwritten before each sample.
         times_ours: in another layer's row, its time over ours, both by graph, or both by events where it has no graph.
         difference: there, distance of the outputs, on the rank where it is largest.
         setup: everything needed to repeat the row, besides what all rows of a run share.
@@ -498,17 +452,8 @@ def run_mega(
     """Measure every number of tokens on GPUs, print a table, write the files that were asked for.
 
     Args:
-        shape: the layer.
-        tokens: tokens of every rank, one row each.
-        iterations: samples of each row, at least harness.ROUNDS.
         cold: overwrite L2 before each sample, which then is one call.
-        against: names of OTHERS, measured in turns with ours.
         trace_file: file for a call of the last number of tokens, for Perfetto.
-
-    Raises:
-        InvalidArgument: a layer does not take the shape.
-        PackageMissing: a plot without matplotlib; a layer that is not there.
-        RankFailed: a rank failed.
     """
     if run.plot_file is not None:
         load_matplotlib()

@@ -30,7 +30,7 @@ UNTIL = {
     },
     "barrier": {"sent": "tell all ranks", "heard": "wait for all ranks"},
 }
-"""What a block of a kernel that opens a call does until it passes a mark."""
+"""Work of a block until it passes a mark, in kernels that open a call."""
 
 
 class Span(NamedTuple):
@@ -48,10 +48,6 @@ def write_trace(
     """Write a process for each rank, with a thread for each kernel, each block, and each role of each block of GEMMs.
 
     Args:
-        file: JSON.
-        setup: from :func:`tokenloom.bench.setup.run_setup`, for the record.
-        name: name of the row.
-        num_tokens: tokens of every rank.
         by_rank: times of one call, on the CPU.
     """
     events: list[dict[str, Any]] = []

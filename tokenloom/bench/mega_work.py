@@ -1,4 +1,4 @@
-"""What ``tokenloom bench mega`` gives the layer to do, and the least time that a machine needs to do it its way."""
+"""Work of ``tokenloom bench mega``, and the least time that a machine needs to do it its way."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,7 @@ def load_matplotlib() -> Any:
 
 
 def title(setup: Mapping[str, Any], what: str) -> str:
-    """Two lines for the top of a chart: what was measured where, and with which versions.
-
-    Args:
-        setup: from :func:`tokenloom.bench.setup.run_setup`.
-    """
+    """Two lines for the top of a chart: what was measured where, and with which versions."""
     versions = [f"{name} {setup[name]}" for name in ("torch", "nccl", "driver", "commit") if setup[name]]
     ranks = f"{setup['num_ranks']} ranks on {setup['device_name']}"
     return f"tokenloom {setup['tokenloom']}: {what}, {ranks}\n{', '.join(versions)}"
@@ -54,13 +50,8 @@ def write_curves_png(
     Everybody measured is a line with its numbers, every bound a dashed line.
 
     Args:
-        file: PNG.
-        setup: from :func:`tokenloom.bench.setup.run_setup`.
         what, shape: what was measured, for the titles.
         curves, bounds: points (tokens, microseconds) by name, in ascending order, all above 0.
-
-    Raises:
-        PackageMissing: matplotlib is not installed.
     """
     figure = load_matplotlib().Figure(figsize=(WIDTH_INCHES, CURVES_HEIGHT_INCHES), layout="constrained")
     axes = figure.subplots()
@@ -78,13 +69,7 @@ def write_curves_png(
     for name, points in bounds.items():
         if points:
             axes.plot(*zip(*points, strict=True), linestyle="--", color="0.5", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(sorted(highest), [f"{tokens:,}" for tokens in sorted(highest)])
-    axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.grid(alpha=0.3)
+    make_logarithmic(axes, highest)
     axes.set_title(shape)
     axes.set_xlabel("tokens a rank")
     axes.set_ylabel(TIME_AXIS)
@@ -93,19 +78,26 @@ def write_curves_png(
     figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
 
 
+def make_logarithmic(axes: Any, ticks: Iterable[float]) -> None:
+    """Make both axes logarithmic, with these ticks on the lower one."""
+    places = sorted(ticks)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(places, [f"{each:,}" for each in places])
+    axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(alpha=0.3)
+
+
 def write_bars_png(
     file: Path, setup: Mapping[str, Any], what: str, charts: Mapping[str, Sequence[tuple[str, str, float]]]
 ) -> None:
     """Draw bars in groups: a chart for each title, and a colour for everybody.
 
     Args:
-        file: PNG.
-        setup: from :func:`tokenloom.bench.setup.run_setup`.
         what: what was measured, for the title.
         charts: bars by title: group, who, microseconds.
-
-    Raises:
-        PackageMissing: matplotlib is not installed.
     """
     heights = [BAR_INCHES * (len(bars) + 2 * len({group for group, _, _ in bars})) + 1 for bars in charts.values()]
     figure = load_matplotlib().Figure(figsize=(WIDTH_INCHES, sum(heights) + 1), layout="constrained")

@@ -28,11 +28,7 @@ ANSWER_LIMIT_S = 10.0
 
 
 def machine(device: str) -> str:
-    """What the ranks run on, for people: the GPU, or the CPU and the cores that this process may use.
-
-    Args:
-        device: "cpu" or "cuda".
-    """
+    """The machine of the ranks, for people: the GPU, or the CPU and the cores that this process may use."""
     name = device_name(torch.device(device))
     if device == "cuda":
         return name
@@ -44,8 +40,6 @@ def run_setup(device: str, num_ranks: int, command: Sequence[str]) -> dict[str, 
     """Describe a run.
 
     Args:
-        device: "cpu" or "cuda".
-        num_ranks: W.
         command: the arguments of ``tokenloom``.
 
     Returns:
@@ -109,9 +103,7 @@ class Run:
     """How a command measures, and where its results go.
 
     Attributes:
-        console: where tables go.
         num_ranks, device: W ranks on "cpu" or "cuda".
-        command: the arguments of ``tokenloom``, for the record.
         json_file, plot_file: for the rows with their setup, and for a chart; None: not asked for.
     """
 
@@ -123,7 +115,7 @@ class Run:
     plot_file: Path | None = None
 
     def setup(self) -> dict[str, Any]:
-        """What :func:`run_setup` says."""
+        """The description that :func:`run_setup` makes."""
         return run_setup(self.device, self.num_ranks, self.command)
 
     def say(self, *lines: str) -> None:

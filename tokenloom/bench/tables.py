@@ -66,7 +66,7 @@ class Fitted:
 
 
 class _Frame:
-    """What stands around cells: lines and blanks of a table like ``whole``."""
+    """Surroundings of cells: lines and blanks of a table like ``whole``."""
 
     def __init__(self, whole: Table, padding: Any, console: Console, options: ConsoleOptions) -> None:
         self._whole, self._padding = whole, padding
@@ -112,7 +112,7 @@ def _text(console: Console, cell: object) -> Text:
 
 
 def _pieces(text: Text) -> list[str]:
-    """What stays together, each with the blanks before it."""
+    """Pieces that stay together, each with the blanks before it."""
     found = []
     for word in re.findall(r"\s*\S+", text.plain):
         found += re.findall(r"[^/]*/+|[^/]+", word) if word.count("/") > 1 else [word]

@@ -58,20 +58,18 @@ CHOSEN_BY = {
 OURS, LOCAL, ONE = "ours", "local", "one"
 BASELINES = (LOCAL, ONE)
 PASSES = ("inference", "forward", "backward")
-"""What is timed of everybody: forward without gradients, forward with them, backward."""
+"""Passes that are timed: forward without gradients, forward with them, backward."""
 
 
 @dataclass(frozen=True)
 class TrainFound:
-    """What one rank found.
+    """Results of one rank.
 
     Attributes:
-        backend, strategy: those of the layer.
         chosen_by: who chose the strategy, a key of CHOSEN_BY; only rank 0's counts.
         routes: routes that this rank's experts got.
         checked: differences from the reference, by TENSORS; None if that was not asked for.
         rival: differences of the rival from ours, by TENSORS.
-        saved: what a forward keeps for backward.
         layers: samples of PASSES, by who; empty for those who could not be measured, with the reason.
     """
 
@@ -142,7 +140,7 @@ class SavedRow:
 
 
 def measure_on_rank(context: RankContext, shape: TrainShape, options: TrainOptions) -> TrainFound:
-    """What this rank finds. Collective."""
+    """Check and measure on this rank. Collective."""
     plan, dtype = shape.plan(context.num_ranks), DTYPES[options.dtype]
     layer = ExpertParallelMoE(
         context.group,
@@ -218,7 +216,6 @@ class Layer:
     """A layer on fixed inputs.
 
     Attributes:
-        forward: gives the output.
         backward: gives the gradients of all inputs, from the output.
         why_not: why it is not measured. It then does nothing, but meets the others while they are measured.
     """
@@ -294,20 +291,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 class Report:
-    """Rows and tables of one run.
-
-    Args:
-        shape, options: what was measured.
-        by_rank: what all ranks found.
-
-    Attributes:
-        rival: name of the rival.
-        times: rows of everybody, OURS first.
-        checks: rows of differences from the reference; empty if that was not asked for.
-        saved: rows of what is kept for backward.
-        passed: whether no check failed.
-        notes: why rows are missing, and whether the rival computes the same.
-    """
+    """Rows and tables of one run."""
 
     def __init__(self, shape: TrainShape, options: TrainOptions, by_rank: Sequence[TrainFound]) -> None:
         self._shape, self._options, self._by_rank = shape, options, by_rank
@@ -393,11 +377,7 @@ class Report:
         return notes
 
     def setup_lines(self, where: str) -> list[str]:
-        """What was measured, and how.
-
-        Args:
-            where: the machine, in words.
-        """
+        """Lines on the layer and on how it ran."""
         shape, options, first = self._shape, self._options, self._by_rank[0]
         routes = [each.routes for each in self._by_rank]
         return [
@@ -427,7 +407,7 @@ class Report:
         return legends.TRAIN_CHECK.format(limit=LIMITS[dtype], reason=REASONS[dtype], largest=LARGEST_SHARE)
 
     def saved_table(self) -> Table:
-        """What is kept for backward, and the total. Tensors of one name have a line together, as have small ones."""
+        """Tensors kept for backward, and the total. Tensors of one name have a line together, as have small ones."""
         kept = max((each.saved for each in self._by_rank), key=_kept_bytes)
         by_name: dict[str, list[SavedTensor]] = {}
         for each in kept:
@@ -493,15 +473,7 @@ def _table(*headers: str, left: Sequence[int] = (0,)) -> Table:
 
 
 def run_train(run: Run, shape: TrainShape, options: TrainOptions) -> bool:
-    """Check and measure, print it all, write the file that was asked for.
-
-    Returns:
-        False if a check failed.
-
-    Raises:
-        InvalidArgument: the shape does not fit the ranks, or the skew.
-        RankFailed: a rank failed.
-    """
+    """Check and measure, print it all, write the file that was asked for; return False if a check failed."""
     shape.plan(run.num_ranks)
     if options.skew:
         require_steerable(shape.num_experts, shape.hidden)

@@ -1,4 +1,4 @@
-"""What ``tokenloom bench train`` gives the layer to do, and the dense float32 reference that checks what comes back.
+"""Work of ``tokenloom bench train``, and the dense float32 reference that checks its results.
 
 The reference computes expert by expert, in chunks of tokens, so it needs little memory. It shares nothing with the
 layer but the router's choice of experts. Each rank computes its own tokens with everybody's experts, for outputs and
@@ -57,12 +57,7 @@ class TrainShape:
     top_k: int
 
     def plan(self, num_ranks: int) -> Plan:
-        """The plan for these sizes on ``num_ranks`` ranks.
-
-        Raises:
-            InvalidArgument: tokens or experts cannot be spread over the ranks, or experts are fewer than a token
-                chooses.
-        """
+        """The plan for these sizes on ``num_ranks`` ranks."""
         if self.num_tokens % num_ranks:
             raise InvalidArgument(
                 f"--thiek has {self.num_tokens} tokens, those of all ranks, expected a multiple of the {num_ranks} "
@@ -84,14 +79,9 @@ class TrainOptions:
     """How the layer runs, and what is asked of it. :class:`tokenloom.ExpertParallelMoE` describes the options.
 
     Attributes:
-        dtype: "bf16" or "fp32".
         skew: s; experts are drawn with probability proportional to 1 / place^s. 0: as a random router chooses.
         strategy: what carries the payloads; None: the layer's own choice.
-        overlap: whether transfers run beside GEMMs.
-        redispatch_in_backward: whether tokens are kept and sent again, instead of their dispatched rows.
         pool_rows: most rows of a rank's experts; None: exact sizes.
-        check: whether to compare with the reference.
-        iterations: samples of each number.
     """
 
     dtype: str
@@ -129,11 +119,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a layer is given on one rank.
+    """Inputs of a layer on one rank.
 
     Attributes:
         x: [T, H], requires a gradient.
-        weights: the layer's weights.
         grad: [T, H], gradient of the output.
     """
 
@@ -153,9 +142,6 @@ def make_problem(num_tokens: int, weights: Weights, top_k: int, skew: float = 0.
     Args:
         skew: move tokens so that the router chooses what :func:`tokenloom.tune.samples.draw_topk_ids` draws.
         seed: seed of the tokens; the rank.
-
-    Raises:
-        InvalidArgument: a skew with more experts than a token has values.
     """
     num_experts, hidden = weights.router.shape
     device, dtype = weights.w1.device, weights.w1.dtype
@@ -171,11 +157,7 @@ def make_problem(num_tokens: int, weights: Weights, top_k: int, skew: float = 0.
 
 
 def require_steerable(num_experts: int, hidden: int) -> None:
-    """Check that tokens exist which the router sends wherever a skew wants them.
-
-    Raises:
-        InvalidArgument: there are more experts than a token has values.
-    """
+    """Check that tokens exist which the router sends wherever a skew wants them."""
     if num_experts > hidden:
         raise InvalidArgument(
             f"hidden is {hidden}, expected at least {num_experts}, the experts, beside a skew; leave --skew out"

@@ -22,20 +22,7 @@ from tokenloom.tune.profiler import Profile, profile
 def run_tune(
     run: Run, shape: Shape, *, intermediate: int, dtype: str, skew: float, backend: str, iterations: int
 ) -> bool:
-    """Measure, print a table, keep the choice, and write the file that was asked for.
-
-    Args:
-        shape, intermediate, skew, backend, iterations: see :func:`tokenloom.tune.profiler.profile`.
-        dtype: one of DTYPES.
-
-    Returns:
-        Whether the choice was kept.
-
-    Raises:
-        InvalidArgument: the shape does not fit the ranks.
-        BackendUnavailable: the backend does not work here.
-        RankFailed: a rank failed.
-    """
+    """Measure, print a table, keep the choice, write the file that was asked for; return whether it was kept."""
     transport, device, sizes = TRANSPORTS[run.device], torch.device(run.device), shape.plan(run.num_ranks)
     here = registry.availability(transport, device, sizes, DTYPES[dtype], name=backend)
     registry.choose(backend, [here])  # or a rank would say it, with its traceback
@@ -60,16 +47,7 @@ def run_tune(
 def table(found: Profile) -> Table:
     """The rows, for people."""
     timed = ("with GEMM\nms", "alone\nms", "gradient\nms", "score\nms", "GB/s")
-    made = make_table(("operation", "strategy", *timed, ""), left=(0, 1, 7))
-    for row in found.rows:
-        times = (row.with_gemm_ms, row.alone_ms, row.gradient_ms, row.score_ms)
-        cells = ["-" if ms is None else f"{ms:,.3f}" for ms in times]
-        rate = "-" if row.physical_gbytes_per_s is None else f"{row.physical_gbytes_per_s:.3g}"
-        said = "not on this backend" if row.score_ms is None else "winner" if row.wins else ""
-        made.add_row(row.operation, row.strategy, *cells, rate, said)
-    if found.setting.num_nodes > 1:
-        made.add_row("combine", "per_node", *["-"] * 5, "not measured")
-    return made
+    return make_table(("operation", "strategy", *timed, ""), found.cells(), left=(0, 1, 7))
 
 
 def profile_on_rank(context: RankContext, **options: Any) -> Profile:

@@ -1,4 +1,4 @@
-"""What measured calls are given: sizes, dtypes by the names that commands take, and tensors."""
+"""Arguments of measured calls: sizes, dtypes by the names that commands take, and tensors."""
 
 from __future__ import annotations
 
@@ -36,11 +36,7 @@ class Shape:
     num_experts: int
 
     def plan(self, num_ranks: int) -> Plan:
-        """The plan for these sizes on ``num_ranks`` ranks.
-
-        Raises:
-            InvalidArgument: the experts cannot be spread over the ranks, or are fewer than a token chooses.
-        """
+        """The plan for these sizes on ``num_ranks`` ranks."""
         if self.top_k > self.num_experts:
             raise InvalidArgument(
                 f"top_k is {self.top_k}, expected at most {self.num_experts}, as there are no more experts to choose"
@@ -67,13 +63,12 @@ Payload = Literal["bf16", "fp8", "to_fp8"]
 
 @dataclass(frozen=True)
 class Operation:
-    """What is called.
+    """A measured operation.
 
     Attributes:
         name: "dispatch"; "combine", of a dispatch made before; or "dispatch+combine", one after the other.
         payload: what is dispatched: "bf16"; "fp8", quantised before; or "to_fp8", BF16 that dispatch quantises. What
             comes home is always BF16.
-        layout: the layout of the dispatch.
     """
 
     name: Literal["dispatch", "combine", "dispatch+combine"]
@@ -89,11 +84,9 @@ class Inputs:
     """Tensors of one rank, the same for all backends.
 
     Attributes:
-        shape: the sizes.
         x: bfloat16 [T, H], normally distributed.
         fp8: x as float8_e4m3fn [T, H] and float32 scales [T, H / 128]; None if H is not a multiple of 128.
         ids: int32 [T, K], uniform routing. int32, because dispatch hands it out without a conversion.
-        weights: float32 [T, K].
         expert_rows: most rows that any rank receives in layout "expert", without padding.
         slot_rows: places for each expert in layout "slots": the most routes of any expert, up to a multiple of 128,
             but never more than there are tokens.

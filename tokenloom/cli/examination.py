@@ -1,4 +1,4 @@
-"""What ``tokenloom doctor`` finds: what this machine has, which backends work here, and why the others do not."""
+"""Examination by ``tokenloom doctor``: the machine, the backends that work here, and why others do not."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def examine() -> dict[str, Any]:
             "CPU cores": _cpu_cores(),
             "torch": str(torch.__version__),
             "CUDA of torch": torch.version.cuda or "none: a CPU build of torch",
-            "NVIDIA driver": _driver_version(),
+            "NVIDIA driver": driver() or "none found",
             "GPUs": str(num_gpus) if num_gpus else _gpus_missing(),
             "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else "not part of this torch",
             "NVRTC": _nvrtc_version(),
@@ -123,24 +123,6 @@ def _ipc_namespace() -> str:
         return "unknown"
 
 
-def _driver_version() -> str:
-    """NVML's answer, or nvidia-smi's where pynvml is not installed; that program comes with every driver."""
-    nvml = _nvml()
-    if nvml is not None:
-        return _text(nvml.nvmlSystemGetDriverVersion())
-    return driver() or "none found"
-
-
-def _nvml() -> Any | None:
-    """The initialised module pynvml; None if it is not installed or finds no driver."""
-    try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception:
-        return None
-    return nvml
-
-
 def _gpu(index: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(index)
     return {
@@ -170,10 +152,10 @@ def _shares_memory(index: int) -> str:
 
 
 def _active_nvlinks(properties: Any) -> int | None:
-    nvml = _nvml()
-    if nvml is None:
-        return None
+    """Active NVLinks of a GPU, as pynvml tells; None if it is not installed, or knows neither a driver nor the GPU."""
     try:  # by UUID, because NVML also counts GPUs that are hidden from torch
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
     except Exception:
         return None
@@ -223,7 +205,7 @@ def _transports(backend: str) -> dict[str, str | None]:
 
 
 def between_nodes(nccl_library: str, peer_access: list[list[bool]]) -> dict[str, str]:
-    """What there is of each thing that rows need to reach other nodes, or why there is none.
+    """State of each thing that rows need to reach other nodes, or why it is missing.
 
     Args:
         nccl_library: the version of NCCL that torch has loaded, or why there is none.
@@ -263,7 +245,7 @@ def _nodes(peer_access: list[list[bool]]) -> str:
 
 
 def _pretended(num_gpus: int) -> str:
-    """What each ``ranks_per_node`` makes of the ranks of this host."""
+    """Nodes that each ``ranks_per_node`` makes of the ranks of this host."""
     num_ranks, kind = (num_gpus, "GPUs") if num_gpus > 1 else (PROCESSES, "processes")
     return "\n".join(
         f"{each}: {num_ranks} {kind} as {Topology(pretended(num_ranks, each).node_of).describe()}"
@@ -281,11 +263,6 @@ def _card(folder: Path) -> str:
         ]
         ports.append(f"port {port.name}: {', '.join(told)}")
     return f"{folder.name} ({'; '.join(ports)})" if ports else folder.name
-
-
-def _text(value: str | bytes) -> str:
-    """Text of an answer; old versions of pynvml answer in bytes."""
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What ``tokenloom cache`` does: shows the compiled kernels on disk, and compiles kernels ahead of time."""
+"""Work of ``tokenloom cache``: shows the compiled kernels on disk, and compiles kernels ahead of time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from tokenloom import env
-from tokenloom.backends.peers.buffers import EAGER_ROWS, is_eager, weight_gradient_values
+from tokenloom.backends.peers.buffers import EAGER_ROWS, sends_before_opening, weight_gradient_values
 from tokenloom.bench.tables import counted
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit import cache
@@ -55,14 +55,7 @@ _QUANTIZED = {1: "fp8", 2: "fp8_power_of_two"}
 
 @dataclass(frozen=True)
 class Built:
-    """What a build did.
-
-    Attributes:
-        compiled: kernels compiled now.
-        found: kernels that were on disk.
-        not_kept: kernels compiled now that could not be written.
-        wall_s: seconds that it took.
-    """
+    """Result of a build."""
 
     compiled: int
     found: int
@@ -128,11 +121,7 @@ def variant_name(entry: cache.Entry) -> str:
 
 
 def named(entries: Sequence[cache.Entry], name: str) -> list[cache.Entry]:
-    """The entries of a kernel, or those whose key begins with ``name``.
-
-    Raises:
-        InvalidArgument: there are none.
-    """
+    """The entries of a kernel, or those whose key begins with ``name``."""
     found = [entry for entry in entries if entry.name == name or entry.key.startswith(name)]
     if not found:
         known = ", ".join(sorted({entry.name for entry in entries})) or "none"
@@ -154,9 +143,6 @@ def variants(plan: Plan) -> list[KernelSpec]:
     - Combines that bring the weights' gradients home, and the meeting of all ranks.
 
     Halves of calls are not among them, nor is what only MegaMoE, GEMMs and calls between nodes ask for.
-
-    Raises:
-        InvalidArgument: there are no kernels for such rows.
     """
     dtypes = [dtype for dtype in DTYPES if plan.hidden * dtype.itemsize % COPIED_BYTES == 0]
     if not dtypes:
@@ -197,7 +183,7 @@ def _dispatches(plan: Plan, dtypes: Sequence[torch.dtype]) -> list[Variant]:
 
 def _of_size(plan: Plan, dtypes: Sequence[torch.dtype]) -> list[Variant]:
     """Staged dispatches, and combines: kernels that a plan with few rows has in another form."""
-    eager, (plain, fp8) = is_eager(plan), _payloads(plan, dtypes)
+    eager, (plain, fp8) = sends_before_opening(plan), _payloads(plan, dtypes)
     staged: list[tuple[str, str, dict[str, Any]]] = [("slots", "rows", payload) for payload in (*plain, *fp8)]
     staged += [("slots", "columns", payload) for payload in fp8]
     staged += [("slots", "packed", payload) for payload in fp8 if payload.get("quantize") != "any scale"]
@@ -220,12 +206,7 @@ def _combine(plan: Plan, layout: str, dtype: torch.dtype, **options: Any) -> Com
 
 
 def build(console: Console, specs: Sequence[KernelSpec]) -> Built:
-    """Compile what is not on disk yet, on as many cores as there are.
-
-    Raises:
-        BackendUnavailable: NVRTC is missing.
-        KernelCompileError: a kernel does not compile.
-    """
+    """Compile what is not on disk yet, on as many cores as there are."""
     began = time.monotonic()
     columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn())
     missing = [spec for spec in specs if cache.stored(spec) is None]

@@ -4,39 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Optional, TypeVar
+from typing import Annotated, Any
 
 import typer
 
-Choice = TypeVar("Choice", bound=Enum)
-
-# Optional[...]: typer evaluates these annotations, and before version 0.13 it does not know X | None.
-
-
-class Device(str, Enum):
-    """Where ranks run."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Dtype(str, Enum):
-    """Dtype of a layer's parameters and payloads."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
+DTYPES = ("bf16", "fp16", "fp32")
 
 
 def _whole(option: str, least: int, most: int | None = None) -> Callable[[Any], int]:
-    """What reads the value of an option that is a whole number.
-
-    Args:
-        option: its name, for errors.
-        least, most: the numbers that it takes; None: there is no largest.
-    """
+    """Reader of an option that is a whole number."""
     expected = f"expected a whole number of at least {least}"
     if most is not None:
         expected = f"expected a whole number from {least} to {most}"
@@ -56,11 +33,9 @@ def _whole(option: str, least: int, most: int | None = None) -> Callable[[Any], 
 def _number(
     option: str, least: float | None = None, most: float | None = None, above: float | None = None
 ) -> Callable[[Any], float]:
-    """What reads the value of an option that is a finite number.
+    """Reader of an option that is a finite number.
 
     Args:
-        option: its name, for errors.
-        least, most: the numbers that it takes; None: there is no limit.
         above: it takes numbers above this one alone.
     """
     limits = [f"of at least {least:g}"] if least is not None else []
@@ -81,23 +56,49 @@ def _number(
     return read
 
 
-def _choice(option: str, known: type[Choice]) -> Callable[[Any], Choice]:
-    """What reads the value of an option that is one of a few names."""
+def _choice(option: str, known: Sequence[str]) -> Callable[[Any], str]:
+    """Reader of an option that is one of a few names."""
 
-    def read(given: Any) -> Choice:
-        if isinstance(given, known):
-            return given
-        names = [each.value for each in known]
-        if given not in names:
-            raise typer.BadParameter(f"is {given}, expected one of {', '.join(names)}", param_hint=option)
-        return known(given)
+    def read(given: Any) -> str:
+        if given not in known:
+            raise typer.BadParameter(f"is {given}, expected one of {', '.join(known)}", param_hint=option)
+        return str(given)
 
     return read
 
 
-def _names_of(known: type[Enum]) -> str:
-    """The names that an option takes, for help."""
-    return "|".join(each.value for each in known)
+def _existing_file(option: str) -> Callable[[Any], Path]:
+    """Reader of an option that is a file to read."""
+
+    def read(given: Any) -> Path:
+        if not Path(given).is_file():
+            raise typer.BadParameter(f"is {given}, but there is no such file; pass one that exists", param_hint=option)
+        return Path(given)
+
+    return read
+
+
+def new_file(option: str, suffix: str = "") -> Callable[[Any], Path]:
+    """Reader of an option that is a file to write: it must not fail after minutes of measuring."""
+
+    def read(given: Any) -> Path:
+        file = Path(given)
+        if not file.absolute().parent.is_dir():
+            said = f"is {file}, but there is no folder {file.absolute().parent}; make it first"
+            raise typer.BadParameter(said, param_hint=option)
+        if suffix and file.suffix != suffix:
+            raise typer.BadParameter(f"is {file}, expected a name that ends in {suffix}", param_hint=option)
+        existed = file.exists()
+        try:
+            file.open("a").close()
+        except OSError as error:
+            said = f"is {file}, which cannot be written ({error.strerror}); pass another file"
+            raise typer.BadParameter(said, param_hint=option) from error
+        if not existed:
+            file.unlink(missing_ok=True)  # another process may check the same file
+        return file
+
+    return read
 
 
 def whole_option(name: str, about: str, least: int = 1, most: int | None = None) -> Any:
@@ -110,9 +111,9 @@ def number_option(name: str, about: str, **limits: float) -> Any:
     return typer.Option(name, parser=_number(name, **limits), metavar="X", help=about)
 
 
-def choice_option(name: str, known: type[Enum], about: str) -> Any:
+def choice_option(name: str, known: Sequence[str], about: str) -> Any:
     """An option that is one of a few names."""
-    return typer.Option(name, parser=_choice(name, known), metavar=_names_of(known), help=about)
+    return typer.Option(name, parser=_choice(name, known), metavar="|".join(known), help=about)
 
 
 def text_option(name: str, metavar: str, about: str) -> Any:
@@ -120,9 +121,14 @@ def text_option(name: str, metavar: str, about: str) -> Any:
     return typer.Option(name, metavar=metavar, help=about)
 
 
-def file_option(name: str, about: str) -> Any:
-    """An option that is a file. Commands check it by :func:`require_writable` or :func:`require_readable`."""
-    return typer.Option(name, metavar="FILE", help=about)
+def existing_file_option(name: str, about: str) -> Any:
+    """An option that is a file to read."""
+    return typer.Option(name, parser=_existing_file(name), metavar="FILE", help=about)
+
+
+def new_file_option(name: str, about: str, suffix: str = "") -> Any:
+    """An option that is a file to write."""
+    return typer.Option(name, parser=new_file(name, suffix), metavar="FILE", help=about)
 
 
 _TOKENS = whole_option("--tokens", "Tokens of every rank.")
@@ -137,90 +143,40 @@ Intermediate = Annotated[int, _INTERMEDIATE]
 NumExperts = Annotated[int, _NUM_EXPERTS]
 TopK = Annotated[int, _TOP_K]
 
-AnyTokens = Annotated[Optional[int], _TOKENS]  # noqa: UP045
-AnyHidden = Annotated[Optional[int], _HIDDEN]  # noqa: UP045
-AnyIntermediate = Annotated[Optional[int], _INTERMEDIATE]  # noqa: UP045
-AnyNumExperts = Annotated[Optional[int], _NUM_EXPERTS]  # noqa: UP045
-AnyTopK = Annotated[Optional[int], _TOP_K]  # noqa: UP045
+AnyTokens = Annotated[int | None, _TOKENS]
+AnyHidden = Annotated[int | None, _HIDDEN]
+AnyIntermediate = Annotated[int | None, _INTERMEDIATE]
+AnyNumExperts = Annotated[int | None, _NUM_EXPERTS]
+AnyTopK = Annotated[int | None, _TOP_K]
 
 TokensList = Annotated[
-    Optional[str],  # noqa: UP045
-    text_option("--tokens", "N,N,...", "Tokens of every rank; several with commas between."),
+    str | None, text_option("--tokens", "N,N,...", "Tokens of every rank; several with commas between.")
 ]
 Ranks = Annotated[
-    Optional[int],  # noqa: UP045
+    int | None,
     whole_option("--ranks", "Number of ranks. Default: all GPUs if there are two or more, else 4 CPU processes."),
 ]
 OnDevice = Annotated[
-    Optional[Device],  # noqa: UP045
-    choice_option("--device", Device, "cpu: processes over gloo. cuda: one GPU each, over NCCL."),
+    str | None, choice_option("--device", ("cpu", "cuda"), "cpu: processes over gloo. cuda: one GPU each, over NCCL.")
 ]
 RanksPerNode = Annotated[
-    Optional[int],  # noqa: UP045
-    whole_option("--ranks-per-node", "Take the ranks for nodes of so many, to try what runs between them."),
+    int | None, whole_option("--ranks-per-node", "Take the ranks for nodes of so many, to try what runs between them.")
 ]
 Skew = Annotated[float, number_option("--skew", "Exponent of Zipf's law for experts; 0: all alike.", least=0)]
-JsonFile = Annotated[
-    Optional[Path],  # noqa: UP045
-    file_option("--json", "Also write the rows, with their setup, to this file."),
-]
-PlotFile = Annotated[
-    Optional[Path],  # noqa: UP045
-    file_option("--plot", "Also draw the rows to this PNG file."),
-]
+JsonFile = Annotated[Path | None, new_file_option("--json", "Also write the rows, with their setup, to this file.")]
+PlotFile = Annotated[Path | None, new_file_option("--plot", "Also draw the rows to this PNG file.", ".png")]
 
 
 def require_known(option: str, given: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse names that are not among ``known``.
-
-    Raises:
-        typer.BadParameter: naming the option and all unknown names.
-    """
+    """Refuse names that are not among ``known``."""
     unknown = [name for name in given if name not in known]
     if unknown:
         names = ", ".join(map(repr, unknown))
         raise typer.BadParameter(f"is {names}, expected one of {', '.join(known)}", param_hint=option)
 
 
-def require_readable(option: str, file: Path | None) -> None:
-    """Refuse a file that is not there.
-
-    Raises:
-        typer.BadParameter: there is no such file.
-    """
-    if file is not None and not file.is_file():
-        raise typer.BadParameter(f"is {file}, but there is no such file; pass one that exists", param_hint=option)
-
-
-def require_writable(option: str, file: Path | None, suffix: str = "") -> None:
-    """Refuse a file that could not be written after minutes of measuring.
-
-    Raises:
-        typer.BadParameter: its folder does not exist or cannot be written, or its name does not end in ``suffix``.
-    """
-    if file is None:
-        return
-    if not file.absolute().parent.is_dir():
-        said = f"is {file}, but there is no folder {file.absolute().parent}; make it first"
-        raise typer.BadParameter(said, param_hint=option)
-    if suffix and file.suffix != suffix:
-        raise typer.BadParameter(f"is {file}, expected a name that ends in {suffix}", param_hint=option)
-    existed = file.exists()
-    try:
-        file.open("a").close()
-    except OSError as error:
-        said = f"is {file}, which cannot be written ({error.strerror}); pass another file"
-        raise typer.BadParameter(said, param_hint=option) from error
-    if not existed:
-        file.unlink(missing_ok=True)  # another process may check the same file
-
-
 def numbers(option: str, text: str | None) -> list[int]:
-    """Positive integers with commas between, each once; none where the option was not given.
-
-    Raises:
-        typer.BadParameter: the text is something else.
-    """
+    """Positive integers with commas between, each once; none where the option was not given."""
     parts = [] if text is None else text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
         said = f"is {text!r}, expected whole numbers above 0 with commas between"
@@ -229,21 +185,14 @@ def numbers(option: str, text: str | None) -> list[int]:
 
 
 def require_nodes(ranks_per_node: int | None, num_ranks: int) -> None:
-    """Refuse nodes of which the ranks do not make a whole number.
-
-    Raises:
-        typer.BadParameter: they do not.
-    """
+    """Refuse nodes of which the ranks do not make a whole number."""
     if ranks_per_node is not None and num_ranks % ranks_per_node:
         said = f"is {ranks_per_node}, expected a divisor of the {num_ranks} ranks"
         raise typer.BadParameter(said, param_hint="--ranks-per-node")
 
 
-def pick_ranks(ranks: int | None, device: Device | None, least: int) -> tuple[int, str]:
+def pick_ranks(ranks: int | None, device: str | None, least: int) -> tuple[int, str]:
     """Number of ranks and their device, from the options and from what the machine has.
-
-    Args:
-        least: fewest ranks that the command works with.
 
     Raises:
         typer.BadParameter: too few ranks, or more than there are GPUs; naming ``--device`` where no number would do.
@@ -254,7 +203,7 @@ def pick_ranks(ranks: int | None, device: Device | None, least: int) -> tuple[in
     from tokenloom.bench.tables import counted
     from tokenloom.runtime.processes import default_ranks
 
-    default, where = default_ranks(device.value if device else None)
+    default, where = default_ranks(device)
     count = default if ranks is None else ranks
     if where == "cuda" and default < least:
         said = f"is cuda, which needs {counted(least, 'GPU')} or more, but there {are(default)}; pass --device cpu"

@@ -1,4 +1,4 @@
-"""What commands print on, and the codes they exit with."""
+"""Console and exit codes of commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 
 FAILED = 1
 MISUSED = 2
-"""What was given is wrong, as click has it."""
+"""The user gave something wrong; click has the same code."""
 INTERRUPTED = 130
 """128 + SIGINT, as shells have it."""
 INTERRUPTED_TEXT = "tokenloom: interrupted"

@@ -11,7 +11,6 @@ def explain(error: Any, ctx: Any) -> str:
 
     Args:
         error: click's UsageError. The message of a BadParameter goes behind the name of its option.
-        ctx: of the group that read them.
     """
     command = _path(ctx) if error.ctx is None else error.ctx.command_path
     return with_cure(_what_is_wrong(error, error.ctx or ctx), command)
@@ -54,13 +53,7 @@ def _option_of(error: Any) -> str:
 
 
 def in_options(text: str, group: Any, ctx: Any) -> str:
-    """Name the options of the command instead of the arguments that an error of ours names.
-
-    Args:
-        text: of the error.
-        group: has the command that was called.
-        ctx: of the group.
-    """
+    """Name the options of the command instead of the arguments that an error of ours names."""
     command = group.get_command(ctx, ctx.invoked_subcommand) if ctx.invoked_subcommand else None
     options = {each.name: each.opts[0] for each in getattr(command, "params", ()) if each.opts[0].startswith("--")}
 
@@ -73,5 +66,5 @@ def in_options(text: str, group: Any, ctx: Any) -> str:
 
 
 def cured(text: str, group: Any, ctx: Any) -> str:
-    """What an error of ours says of a wrong argument, for the user of a command."""
+    """The message of an error of ours on a wrong argument, for the user of a command."""
     return with_cure(in_options(text, group, ctx), _path(ctx))

@@ -44,10 +44,10 @@ def send_combine(
     """Send rows [places, H], with received weights [R, K] or None, home. ``receive`` gives [T, H], with a graph.
 
     Args:
-        prepared: sends them. options: its own. stream: what the engine's ``ready`` has just given, or None.
+        prepared: sends them. options: its own. stream: what the engine's ``ready_stream`` has just given, or None.
     """
     sent: list[Sent[torch.Tensor]] = []
-    return _Home(sent, _SendCombine.apply(engine, handle, prepared, rows, weights, options, stream, sent))
+    return _SentWithGraph(sent, _SendCombine.apply(engine, handle, prepared, rows, weights, options, stream, sent))
 
 
 def row_weights(handle: Handle, weights: torch.Tensor, num_places: int) -> torch.Tensor:
@@ -127,8 +127,8 @@ class _Dispatch(torch.autograd.Function):
         return None, None, None, grad_x, grad_weights
 
 
-class _Home:
-    """A combine under way, whose result will be a node behind that of its first half."""
+class _SentWithGraph:
+    """A sent combine whose result gets an autograd node at ``receive``."""
 
     def __init__(self, sent: list[Sent[torch.Tensor]], ticket: torch.Tensor) -> None:
         self._sent, self._ticket = sent, ticket

@@ -2,7 +2,7 @@
 
 A call is looked up by its kind: its options, the dtypes of its tensors, which tensors there are, and whether gradients
 are wanted. A glance that was built for the kind says whether the tensors are right. Then the call is sent by what was
-prepared for the kind, and received. The first call of a kind, and one that the glance does not like, is checked whole
+prepared for the kind, and received. The first call of a kind, and any call that fails the glance, is checked whole
 before it is sent. Faults, streams, profiles and halves are around that road (engine.py).
 """
 
@@ -21,9 +21,11 @@ from tokenloom.backends.seam import (
     CombineKind,
     CombineOptions,
     DispatchKind,
+    DispatchOptions,
     DispatchOut,
     PreparedCombine,
     PreparedDispatch,
+    Sent,
     Tokens,
     Upcoming,
     default_mode,
@@ -32,7 +34,7 @@ from tokenloom.comm import autograd, checks
 from tokenloom.comm.checks import CombineArguments, CombineValues, DispatchArguments, DispatchValues
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, Pending, profiler_range
 from tokenloom.comm.routed import Routed
-from tokenloom.errors import DtypeMismatch, InvalidArgument, NotDifferentiable
+from tokenloom.errors import DtypeMismatch, InvalidArgument, NotDifferentiable, raised_by_all
 from tokenloom.ops import routing
 from tokenloom.plan import ROUTE_LAYOUTS, align_up
 from tokenloom.runtime.torch_modes import PLAIN, as_in_first_half, require_no_tangent, settled
@@ -98,7 +100,7 @@ class Kinds:
 
         Args:
             arguments: options as the caller passed them.
-            mode: the last fields of a :class:`DispatchKind`, from ``x_needs_grad`` on.
+            mode: fields of a :class:`DispatchKind` from ``x_needs_grad`` on.
             x, scales, topk_ids, weights: plain tensors, or None. out: as the caller passed it.
         """
         _, alignment, _, capacity, to_fp8, powers, _, _ = arguments
@@ -153,10 +155,10 @@ class Kinds:
             self._dispatches[arguments, mode, x.dtype, topk_ids.dtype, weights_dtype, scales is None] = known
         return known, tokens
 
-    def dispatch(
+    def find_or_check_dispatch(
         self, arguments: DispatchValues, mode: tuple[Any, ...], x: Any, topk_ids: Any, weights: Any
     ) -> tuple[KnownDispatch, Tokens]:
-        """Look a dispatch of a layer up, or check it; see :meth:`check_dispatch`."""
+        """Find a prepared dispatch for a layer, or check and prepare one. Sends nothing."""
         are_plain = x.__class__ in PLAIN and topk_ids.__class__ in PLAIN and weights.__class__ in PLAIN
         known = self.find_dispatch(arguments, mode, x, None, topk_ids, weights) if are_plain else None
         if known is not None:
@@ -174,7 +176,7 @@ class UserCall(ABC):
     Attributes:
         name: for errors: "dispatch", "combine", ...
         range_name: of the profiler.
-        waits: the host waits for the call, once it was found.
+        waits: whether the host waits for counts; :meth:`find` sets it.
         split: it is made in halves.
     """
 
@@ -182,7 +184,7 @@ class UserCall(ABC):
     range_name: ClassVar[str]
     waits = False
     split = False
-    _sent: Any
+    _sent: Sent[Any]
 
     def __init__(self, owner: object, kinds: Kinds) -> None:
         self.owner, self.kinds, self.engine = owner, kinds, kinds.engine
@@ -191,11 +193,11 @@ class UserCall(ABC):
         """Make the whole call: its result."""
         engine = self.engine
         turn = engine.ranks.turn
-        if not (engine.is_plain() and turn.take()):
+        if not (engine.needs_no_sequence() and turn.take()):
             return self._run_in_sequence()
         try:
             is_known = self.find()
-            stream = engine.ready(self.waits)
+            stream = engine.ready_stream(self.waits)
             opened = engine.open_calls.count
             try:
                 if not is_known:
@@ -204,7 +206,7 @@ class UserCall(ABC):
                 self.send(stream)
                 return self.receive()
             except BaseException:
-                # Once the call was open, nothing is left to open whose failure others would wait for.
+                # An open call needs no announcement: the other ranks see its fault.
                 upcoming = [] if engine.open_calls.count > opened else [self.upcoming()]
                 with engine.sequence(*upcoming):
                     raise
@@ -214,7 +216,7 @@ class UserCall(ABC):
     def _run_in_sequence(self) -> Any:
         """The same where something is around the call: a profiler, another device, declared calls, another thread."""
         engine = self.engine
-        engine.begin()
+        engine.raise_known_errors()
         with profiler_range(self.range_name), engine.sequence(self.upcoming()):
             if not self.find():
                 self.check()
@@ -245,7 +247,7 @@ class UserCall(ABC):
         """Open the call, and send its rows.
 
         Args:
-            stream: what the engine's ``ready`` has just given, or None.
+            stream: what the engine's ``ready_stream`` has just given, or None.
         """
 
     @abstractmethod
@@ -260,7 +262,7 @@ class CallInHalves(UserCall):
         """Make the first half."""
         engine = self.engine
         self.split = True
-        engine.begin()
+        engine.raise_known_errors()
         self._modes = torch.is_inference_mode_enabled(), is_grad_enabled()
         with profiler_range(self.range_name), engine.sequence(self.upcoming()):
             if not self.find():
@@ -552,20 +554,25 @@ class ResendCall(UserCall):
         self._x, self._routed, self._copy = x, routed, copy
 
     def upcoming(self) -> Upcoming:
-        return Upcoming(self.name)
+        x, routed = self._x, self._routed
+        x = x[0] if isinstance(x, (tuple, list)) and x else x
+        if not (isinstance(routed, Routed) and isinstance(x, torch.Tensor)):
+            return Upcoming(self.name)
+        handle = routed._handle
+        layout = "token" if routed.layout == "slots" else routed.layout  # rows of slots go once to each rank
+        options = DispatchOptions(layout, handle.options.alignment, "bounded", handle.options.capacity)
+        return Upcoming(self.name, options, x.itemsize)
 
     def find(self) -> bool:
         x, routed, engine = self._x, self._routed, self.engine
         if routed.__class__ is not Routed or routed._owner is not self.owner:
-            return False
-        if not all(each.__class__ is torch.Tensor for each in (x if x.__class__ is tuple else (x,))):
             return False
         self._values = x
         try:
             is_right = checks.fits_rows_again(
                 engine.plan, engine.capabilities, engine.ranks.device, x, routed._handle.num_tokens, routed.layout
             )
-        except RuntimeError:  # a nested or sparse tensor
+        except (AttributeError, RuntimeError):  # no tensor, or a nested or sparse one
             return False
         return is_right and (self._copy is True or self._copy == "if_needed")
 
@@ -676,8 +683,12 @@ class ReweightCall(UserCall):
         self._routed, self._weights, self._without_lost = routed, weights, without_lost
 
     def upcoming(self) -> Upcoming:
-        refused = self._without_lost and not self.engine.capabilities.weights_apart
-        return Upcoming("combine" if refused else self.name)  # the call that others make where this one is none
+        plan = self.engine.plan
+        if self._without_lost and not self.engine.capabilities.weights_apart:
+            return Upcoming("combine")  # the call that others make where this one is none
+        options = DispatchOptions("token", 1, "bounded", plan.worst_case_rows("token"))
+        width = align_up(2 * plan.top_k, WIDTH_UNIT)
+        return Upcoming(self.name, options, torch.float32.itemsize, width=None if width == plan.hidden else width)
 
     def find(self) -> bool:
         return False
@@ -724,9 +735,9 @@ def _require_weights_apart(engine: Engine) -> None:
 def _require_same_ranks(routed: Routed, engine: Engine) -> None:
     """Raise where ranks were masked since a dispatch. All ranks do."""
     if routed._handle.masked != engine.masked:
-        error = InvalidArgument("ranks were masked since the dispatch, so rows have other places now; dispatch again")
-        error.known_to_all = True
-        raise error
+        raise raised_by_all(
+            InvalidArgument("ranks were masked since the dispatch, so rows have other places now; dispatch again")
+        )
 
 
 def _read_outcome(engine: Engine) -> None:

@@ -206,7 +206,8 @@ def dispatch_glance(
     RuntimeError for tensors that are not right.
     """
     hidden, most, top_k, blocks = plan.hidden, plan.max_tokens_per_rank, plan.top_k, plan.scales_per_token
-    index, on_cpu = -1 if device.index is None else device.index, device.type == "cpu"
+    index = -1 if device.index is None else device.index
+    has_index = index >= 0  # tensors without one may be the CPU's, or of device "meta"
     results = _results_at_a_glance(plan, kind) if kind.options.sizes == "bounded" else {}
     reads_them, on_gpu = able.reads_on_host, device.type == "cuda"
 
@@ -218,7 +219,7 @@ def dispatch_glance(
             and num_tokens <= most
             and ids.shape == shape
             and x.get_device() == index == ids.get_device()
-            and x.is_cpu == on_cpu == ids.is_cpu
+            and (has_index or (x.is_cpu and ids.is_cpu))
             and x.is_contiguous()
             and ids.is_contiguous()
             and (
@@ -231,7 +232,7 @@ def dispatch_glance(
         if weights is not None and not (
             weights.shape == shape
             and weights.get_device() == index
-            and weights.is_cpu == on_cpu
+            and (has_index or weights.is_cpu)
             and weights.is_contiguous()
             and (num_tokens == 0 or weights.data_ptr() > FAR or _has_storage(weights))
         ):
@@ -240,7 +241,7 @@ def dispatch_glance(
             scales.dtype is SCALE_DTYPE
             and scales.shape == (num_tokens, blocks)
             and scales.get_device() == index
-            and scales.is_cpu == on_cpu
+            and (has_index or scales.is_cpu)
             and scales.is_contiguous()
             and (num_tokens == 0 or scales.data_ptr() > FAR or _has_storage(scales))
             and not scales.requires_grad
@@ -264,7 +265,9 @@ def dispatch_glance(
         for name, tensor in vars(out).items():
             if tensor is None:
                 continue
-            if tensor.__class__ is not torch.Tensor or tensor.get_device() != index or tensor.is_cpu != on_cpu:
+            if tensor.__class__ is not torch.Tensor or tensor.get_device() != index:
+                return False
+            if not (has_index or tensor.is_cpu):
                 return False
             if (tensor.shape, tensor.stride(), tensor.dtype) != results.get(name) or tensor.requires_grad:
                 return False
@@ -298,14 +301,15 @@ def combine_glance(
     It takes y, home weights, the shape of the dispatched rows, the number of tokens at home, and out.
     """
     hidden, top_k, out_dtype, needs_grad = plan.hidden, plan.top_k, options.out_dtype, options.needs_grad
-    index, on_cpu = -1 if device.index is None else device.index, device.type == "cpu"
+    index = -1 if device.index is None else device.index
+    has_index = index >= 0
 
     def fits(y: Any, weights: Any, shape: tuple[int, ...], num_tokens: int, out: Any) -> bool:
         return (
             y.__class__ in PLAIN
             and y.shape == shape
             and y.get_device() == index
-            and y.is_cpu == on_cpu
+            and (has_index or y.is_cpu)
             and y.is_contiguous()
             and (y.data_ptr() > FAR or has_memory(y))
             and forward_ad._current_level < 0
@@ -593,18 +597,14 @@ def fits_rows_again(
     plan: Plan, able: Capabilities, device: torch.device, x: Any, num_tokens: int, layout: str
 ) -> bool:
     """Whether :func:`rows_again` would accept x, at a glance."""
-    scales = None
-    if x.__class__ is tuple:
-        if len(x) != 2:
-            return False
-        x, scales = x
-    if scales is None:
-        return x.dtype in able.dtypes and fits_like(x, (num_tokens, plan.hidden), x.dtype, device)
+    if x.__class__ is not tuple:
+        return fits_like(x, (num_tokens, plan.hidden), x.dtype, device) and x.dtype in able.dtypes
     return (
-        layout != "slots"
+        len(x) == 2
+        and layout != "slots"
         and plan.hidden % FP8_BLOCK == 0
-        and fits_like(x, (num_tokens, plan.hidden), FP8_DTYPE, device)
-        and fits_like(scales, (num_tokens, plan.scales_per_token), SCALE_DTYPE, device)
+        and fits_like(x[0], (num_tokens, plan.hidden), FP8_DTYPE, device)
+        and fits_like(x[1], (num_tokens, plan.scales_per_token), SCALE_DTYPE, device)
     )
 
 
@@ -616,9 +616,7 @@ def fits_like(tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: t
         and tensor.shape == shape
         and tensor.device == device
         and tensor.is_contiguous()
-        and (
-            has_memory(tensor) if shape[0] == 0 else tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() != 0
-        )
+        and (has_memory(tensor) if shape[0] == 0 else tensor.data_ptr() > FAR or _has_storage(tensor))
         and not tensor.requires_grad
         and forward_ad._current_level < 0
     )

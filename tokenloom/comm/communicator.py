@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from math import prod
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -22,8 +22,8 @@ from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
 from tokenloom.runtime import topology
 from tokenloom.runtime.rank_group import MAKING, RankGroup
-from tokenloom.runtime.rendezvous import agree, raising
-from tokenloom.runtime.torch_modes import breaks_graph, require_eager, untransformed
+from tokenloom.runtime.rendezvous import agree, agreeing
+from tokenloom.runtime.torch_modes import breaks_graph, require_eager
 from tokenloom.runtime.turns import Turn
 
 __all__ = ["Communicator"]
@@ -109,10 +109,10 @@ class Communicator:
         ranks_per_node: int | None = None,
         rejoin: bool = False,
     ) -> None:
-        fault: InvalidArgument | None = None
+        fault: Exception | None = None
         try:
             ranks = RankGroup(group, device=device, timeout_s=timeout_s, open_timeout_s=open_timeout_s, rejoins=rejoin)
-        except InvalidArgument as error:
+        except Exception as error:
             if rejoin:
                 raise
             fault = error
@@ -121,7 +121,8 @@ class Communicator:
         if rejoin and ranks.num_ranks == 1:
             raise InvalidArgument("rejoin is True, but this rank is alone and nobody can take it back; leave it out")
         with ranks.turn.behind(ranks.open_timeout_s) as in_turn:
-            _require_eager(ranks, rejoin)
+            with nullcontext() if rejoin else agreeing(ranks, MAKING):
+                require_eager()
             fault = fault or in_turn
 
             def make_request() -> registry.Request:
@@ -335,10 +336,10 @@ class Communicator:
                 require grad.
         """
         arguments = (weighted, self.kinds.default_mode if mode is None else mode, wire_dtype, out_dtype)
-        own: Any = bias
+        biases: Any = bias
         if topk_weights is not None or bias is not None:
-            routed, topk_weights, own = self._own_terms(routed, weighted, topk_weights, bias)
-        return CombineCall(self, self.kinds, arguments, y, routed, out, topk_weights, own).run()
+            routed, topk_weights, biases = self._prepare_terms(routed, weighted, topk_weights, bias)
+        return CombineCall(self, self.kinds, arguments, y, routed, out, topk_weights, biases).run()
 
     @breaks_graph
     def send_combine(
@@ -367,15 +368,15 @@ class Communicator:
             TokenloomError: what ``send_dispatch`` raises.
         """
         arguments = (weighted, self.kinds.default_mode if mode is None else mode, wire_dtype, out_dtype)
-        own: Any = bias
+        biases: Any = bias
         if topk_weights is not None or bias is not None:
-            routed, topk_weights, own = self._own_terms(routed, weighted, topk_weights, bias)
-        return CombineCall(self, self.kinds, arguments, y, routed, out, topk_weights, own).start()
+            routed, topk_weights, biases = self._prepare_terms(routed, weighted, topk_weights, bias)
+        return CombineCall(self, self.kinds, arguments, y, routed, out, topk_weights, biases).start()
 
-    def _own_terms(
+    def _prepare_terms(
         self, routed: Routed, weighted: bool | None, topk_weights: torch.Tensor | None, bias: object
     ) -> tuple[Routed, torch.Tensor | None, Any]:
-        """Weights and a bias of this rank's tokens, as a combine takes them: (routed, weights, tensors to add).
+        """Send weights ahead where needed, and make a tuple of bias: (routed, weights, bias).
 
         Where the backend's combine takes no weights, they travel before it, and come back with ``routed``.
         """
@@ -387,7 +388,7 @@ class Communicator:
         return routed, topk_weights, bias
 
     def _reweights(self, routed: object, weighted: bool | None) -> bool:
-        """Whether weights of a combine travel by a call of their own. Elsewhere they are an error, or go with it."""
+        """Whether weights need a call of their own before the combine."""
         if self.engine.capabilities.weights_from_home or weighted is False:
             return False
         return isinstance(routed, Routed) and routed.layout in ROUTE_LAYOUTS
@@ -624,19 +625,6 @@ class Communicator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _require_eager(ranks: RankGroup, rejoins: bool) -> None:
-    """Raise where torch transforms what is called. The other ranks, which make a Communicator, hear of it."""
-    try:
-        require_eager()
-    except InvalidArgument as error:
-        if rejoins:
-            raise
-        fault = error
-    else:
-        return
-    untransformed(lambda: agree(ranks, raising(fault), MAKING))
 
 
 def _in_words(terms: Mapping[str, Any], backend: str) -> dict[str, str]:

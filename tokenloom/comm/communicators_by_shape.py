@@ -22,6 +22,7 @@ import torch.distributed as dist
 from tokenloom.backends.seam import Upcoming
 from tokenloom.errors import BackendUnavailable, CommunicatorBroken, PeerError, PeerTimeout, is_known_to_all
 from tokenloom.runtime.openings import NeedsRoom, means_growth
+from tokenloom.runtime.telling import Telling
 
 if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
@@ -96,39 +97,26 @@ class Communicators:
         """
         while True:
             found = self._made.get(shape)
-            if found is not None and tokens <= found.plan.max_tokens_per_rank and top_k <= found.plan.top_k:
-                self._use(shape, found)
-                try:
+            try:
+                if found is not None and tokens <= found.plan.max_tokens_per_rank and top_k <= found.plan.top_k:
+                    self._use(shape, found)
                     return call(found)
-                except PeerError as error:
-                    if not means_growth(error.reason):
-                        raise
-            else:
-                self._announce(found or self._last, tokens)
+                if self._last is not None:  # else no rank has any
+                    with self._opening(None, Upcoming("dispatch", awaited=True), shape, device):
+                        raise NeedsRoom(f"it needs another communicator, for {tokens} tokens")
+            except (NeedsRoom, PeerError) as error:
+                if isinstance(error, PeerError) and not means_growth(error.reason):
+                    raise
             self._make(shape, tokens, top_k, device)
 
     def _use(self, shape: Shape, comm: Communicator) -> None:
         """Note what the call is made with, before it can fail: all ranks tell later faults by the same one."""
-        self._last = comm
-        for hidden in (shape.hidden, None):
-            self._last_of[shape.num_sms, hidden] = comm
-
-    def _announce(self, comm: Communicator | None, tokens: int) -> None:
-        """Tell ranks that open a call, for which they have room, that this one has none."""
-        if comm is None:
-            return  # no rank has any
-        try:
-            with comm.engine.sequence(Upcoming("dispatch", awaited=True)):
-                raise NeedsRoom(f"it needs another communicator, for {tokens} tokens")
-        except NeedsRoom:
-            pass
-        except PeerError as error:
-            if not means_growth(error.reason):
-                raise
+        if comm is not self._last:
+            self._last = self._last_of[shape.num_sms, shape.hidden] = self._last_of[shape.num_sms, None] = comm
 
     def _make(self, shape: Shape, tokens: int, top_k: int, device: torch.device) -> None:
         from tokenloom.comm.communicator import Communicator  # as late as this, so that importing is quick
-        from tokenloom.runtime.rendezvous import agree, raising
+        from tokenloom.runtime.rendezvous import agree
 
         meeting = self.meeting(device)
         with meeting.turn.behind(meeting.open_timeout_s) as in_turn:
@@ -138,8 +126,13 @@ class Communicators:
             try:
                 if meeting.masks_late:
                     meeting.leave_out(self._why_lost())
-                mine = (tokens, top_k, MANY_SMS if shape.num_sms is None else _usable_sms(device))
-                prepare = raising(in_turn) if in_turn else lambda: (shape._asdict(), mine)
+
+                def prepare() -> tuple[dict[str, Any], tuple[int, int, int]]:
+                    if in_turn is not None:
+                        raise in_turn
+                    num_sms = MANY_SMS if shape.num_sms is None else _usable_sms(device)
+                    return shape._asdict(), (tokens, top_k, num_sms)
+
                 wanted = agree(meeting, prepare, MAKING)
             finally:
                 meeting.open_timeout_s = patience_s
@@ -199,7 +192,7 @@ class Communicators:
         awaited: bool = True,
         opens: Callable[[Communicator], str] | None = None,
         shape: Shape | Callable[[], Shape] = UNKNOWN,
-    ) -> FaultReport:
+    ) -> Telling:
         """Give a block in which a call is checked. The other ranks, which make it, hear of a fault.
 
         Args:
@@ -212,35 +205,41 @@ class Communicators:
                 communicator of that shape, or else with the last one that has its ``num_sms`` and ``hidden``. Told by
                 another, ranks would count different calls of both.
         """
-        return FaultReport(self, device, comm, Upcoming(name, awaited=awaited and name == "dispatch"), opens, shape)
 
-    def report(
+        def tell(fault: BaseException) -> None:
+            upcoming = Upcoming(name, awaited=awaited and name == "dispatch")
+            try:
+                with self._opening(comm, upcoming, shape, device, opens):
+                    raise fault
+            except BaseException as other:
+                if other is not fault and not is_known_to_all(other):
+                    raise
+
+        return Telling(tell, tell)  # the block before the call ends the group, where this one is interrupted
+
+    def _opening(
         self,
-        fault: Exception,
-        device: torch.device,
         comm: Communicator | None,
         upcoming: Upcoming,
-        opens: Callable[[Communicator], str] | None,
         shape: Shape | Callable[[], Shape],
-    ) -> None:
-        """Report a fault to the other ranks; arguments as in :meth:`report_faults_of`."""
-        from tokenloom.runtime.rendezvous import agree, raising
+        device: torch.device,
+        opens: Callable[[Communicator], str] | None = None,
+    ) -> Telling:
+        """Give the block before a call of all ranks, by what they make it with; see :meth:`report_faults_of`.
+
+        A rank whose shape is new and one with a fault, which guesses the shape, find the same communicator.
+        """
+        from tokenloom.runtime.rendezvous import agreeing
 
         if not isinstance(shape, Shape):
             shape = shape()
         of_width = self._last_of.get((shape.num_sms, shape.hidden)) or self._last_of.get((shape.num_sms, None))
         comm = comm or self._made.get(shape) or of_width or self._last
-        try:
-            if comm is None:
-                agree(self.meeting(device), raising(fault), MAKING)
-                return
-            if opens is not None:
-                upcoming = replace(upcoming, name=opens(comm))
-            with comm.engine.sequence(upcoming):
-                raise fault
-        except Exception as other:
-            if other is not fault and not is_known_to_all(other):
-                raise
+        if comm is None:
+            return agreeing(self.meeting(device), MAKING)
+        if opens is not None:
+            upcoming = replace(upcoming, name=opens(comm))
+        return comm.engine.sequence(upcoming)
 
     def all(self) -> list[Communicator]:
         """Those that calls use now."""
@@ -268,19 +267,3 @@ def _usable_sms(device: torch.device) -> int:
         return usable_sms(torch.cuda.current_device() if device.index is None else device.index)
     except BackendUnavailable:  # without the driver's bindings
         return MANY_SMS
-
-
-class FaultReport:
-    """A block of :meth:`Communicators.report_faults_of`. A class, since a generator costs every call more."""
-
-    __slots__ = ("_communicators", "_how")
-
-    def __init__(self, communicators: Communicators, *how: Any) -> None:
-        self._communicators, self._how = communicators, how
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
-        if isinstance(fault, Exception) and not is_known_to_all(fault):
-            self._communicators.report(fault, *self._how)

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,6 +24,8 @@ from tokenloom.backends.seam import (
     DispatchKind,
     Handle,
     OutputOwner,
+    PreparedCombine,
+    PreparedDispatch,
     ResendTo,
     Rows,
     Sent,
@@ -35,15 +38,14 @@ from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.streams import SideStream, on_device
+from tokenloom.runtime.telling import Telling
 from tokenloom.runtime.torch_modes import (
     FAKE,
     breaks_graph,
     current_mode,
     current_trace,
     current_transforms,
-    is_eager,
     require_eager,
-    untransformed,
 )
 from tokenloom.runtime.turns import Turn
 
@@ -51,7 +53,7 @@ T = TypeVar("T")
 
 DISPATCH_RANGE = "tokenloom::dispatch"
 COMBINE_RANGE = "tokenloom::combine"
-"""Names of the profiler ranges: what really runs, so the gradient of a dispatch is called combine."""
+"""Profiler ranges, named after the kernel: the gradient of a dispatch is a combine."""
 
 
 NO_RANGE: AbstractContextManager[Any] = nullcontext()
@@ -63,7 +65,7 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
     return record_function(name) if profiler_listens() else NO_RANGE
 
 
-class Sequence:
+class Sequence(Telling):
     """A block in which declared calls are made; see :meth:`Engine.sequence`.
 
     Attributes:
@@ -102,24 +104,30 @@ class Sequence:
             raise
         return self
 
-    def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
-            if isinstance(fault, Exception) and self.upcoming:
-                self._engine.open_calls.count += 1  # it failed, which is how every rank's call ends
-            if fault is not None and not is_known_to_all(fault):
-                if is_eager():
-                    self._engine._tell(fault, self)
-                else:
-                    told: BaseException = fault
-                    untransformed(lambda: self._engine._tell(told, self))
+            if fault is not None:
+                if isinstance(fault, Exception) and self.upcoming:
+                    self._engine.open_calls.count += 1  # it failed, which is how every rank's call ends
+                super().__exit__(kind, fault, trace)
         finally:
             self._engine._sequence = self._outer
             self._device.__exit__(None, None, None)
             self._turn.leave()
 
+    def tell(self, fault: Exception) -> None:
+        """Tell the others by the next of the declared calls, behind those that are open."""
+        self._engine.report_fault(fault, self)
+
+    def end(self, fault: BaseException) -> None:
+        """End the group."""
+        self._engine.ranks.abort(fault)
+
 
 class Engine:
-    """One communicator's calls in halves.
+    """Opens the calls of one communicator, tells other ranks of faults, and counts open calls.
 
     Attributes:
         plan: sizes.
@@ -142,17 +150,17 @@ class Engine:
     def capabilities(self) -> Capabilities:
         return self._backend.capabilities
 
-    def prepare_dispatch(self, kind: DispatchKind) -> Any:
+    def prepare_dispatch(self, kind: DispatchKind) -> PreparedDispatch:
         """Prepare dispatches; see :meth:`tokenloom.backends.seam.Backend.prepare_dispatch`."""
         return self._backend.prepare_dispatch(kind)
 
-    def prepare_combine(self, kind: CombineKind, number: int) -> Any:
+    def prepare_combine(self, kind: CombineKind, number: int) -> PreparedCombine:
         """Prepare combines; see :meth:`tokenloom.backends.seam.Backend.prepare_combine`."""
         return self._backend.prepare_combine(kind, number)
 
     # -- errors ---------------------------------------------------------------------------------------------
 
-    def is_plain(self) -> bool:
+    def needs_no_sequence(self) -> bool:
         """Whether a call that is made now needs nothing around it: its device is the current one, no profiler listens,
         torch transforms nothing, and no other calls have been declared."""
         index = self._device_index
@@ -165,13 +173,13 @@ class Engine:
             and current_mode(FAKE) is None
         )
 
-    def ready(self, waits: bool = False) -> int | None:
+    def ready_stream(self, waits: bool = False) -> int | None:
         """Raise errors that earlier calls left, as far as they are known; see
-        :meth:`tokenloom.backends.seam.Backend.ready`."""
+        :meth:`tokenloom.backends.seam.Backend.ready_stream`."""
         self.ranks.require_alive()
-        return self._backend.ready(waits)
+        return self._backend.ready_stream(waits)
 
-    def begin(self) -> None:
+    def raise_known_errors(self) -> None:
         """Raise errors that earlier calls left, as far as they are known without waiting."""
         self.ranks.require_alive()
         with on_device(self.ranks.device):
@@ -197,12 +205,8 @@ class Engine:
         """
         return Sequence(self, upcoming)
 
-    def _tell(self, fault: BaseException, sequence: Sequence) -> None:
-        if not isinstance(fault, Exception):  # it may end the program, which shall not wait for the others
-            self.ranks.abort(fault)
-        fault.known_to_all = True  # type: ignore[attr-defined]  # nobody around tells it again, whatever comes of this
-        if not isinstance(fault, Exception):
-            return
+    def report_fault(self, fault: Exception, sequence: Sequence) -> None:
+        """Tell the others of a fault within a sequence; see :meth:`tokenloom.backends.seam.Backend.report_fault`."""
         for pending in list(sequence.open):  # counts that a kernel leaves for the host have to be taken
             try:
                 pending.receive()
@@ -221,7 +225,7 @@ class Engine:
         self.open_calls.require_room()
 
     def opened(self, sent: Sent[T]) -> Sent[T]:
-        """Count a call that is open."""
+        """Count an opened call, and let its sequence track it until it is received."""
         self.open_calls.count += 1
         if self._sequence is None:
             return sent
@@ -230,11 +234,11 @@ class Engine:
 
     # -- dispatch and combine -------------------------------------------------------------------------------
 
-    def send_dispatch(self, kind: DispatchKind, tokens: Tokens) -> Sent[tuple[Handle, torch.Tensor]]:
+    def send_dispatch(self, prepared: PreparedDispatch, tokens: Tokens) -> Sent[tuple[Handle, torch.Tensor]]:
         """Open a dispatch and send. ``receive`` gives (handle, rows [places, H]), without a graph."""
         self.require_room()
         with profiler_range(DISPATCH_RANGE):
-            return self.opened(self._backend.prepare_dispatch(kind).send(tokens))
+            return self.opened(prepared.send(tokens))
 
     def send_combine(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,11 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from tokenloom.bench.network.bits import HIDDEN
 from tokenloom.bench.tables import Fitted, counted, say
 from tokenloom.demo import check, train
 from tokenloom.demo.check import Compared, compare_pairs, merge
-from tokenloom.demo.model import ModelSize
-from tokenloom.demo.text import read_standard_library
+from tokenloom.demo.train_moe_lm import BLOCKS, NUM_EXPERTS, TOP_K
 from tokenloom.plan import align_up
 from tokenloom.runtime.processes import RankPool
 
@@ -27,11 +28,12 @@ NEXT = (
     ("docs/tutorial/first-dispatch.md", "This page explains the first calls, step by step."),
 )
 """Commands and pages behind the demo, in the order in which a reader may want them."""
-MIN_EXPERTS = 8
 MIN_SEQUENCES = 16
 
 GRADIENT_TOLERANCE = 1e-4
 """Tolerance of the first step's gradients, relative to each parameter's largest: rounding through the whole model."""
+PROFILED_STEPS = 5
+"""Further steps in which the shares of dispatch and combine are measured."""
 EARLY_STEPS, EARLY_TOLERANCE = 20, 1e-3
 """Tolerance of the first losses. Rounding can swap two experts that score almost alike; one such token in a step is at
 most this much of the loss."""
@@ -45,36 +47,18 @@ def run_demo(
     device: str,
     steps: int,
     *,
-    size: ModelSize | None = None,
-    profiled_steps: int = train.PROFILED_STEPS,
+    profiled_steps: int = PROFILED_STEPS,
     ranks_per_node: int | None = None,
 ) -> bool:
-    """Check against the reference, train on all ranks, train on one, compare.
-
-    Args:
-        console: where everything is printed.
-        num_ranks: at least 2.
-        device: "cpu" (gloo) or "cuda" (NCCL).
-        steps: training steps, at least 1.
-        size: the model; None: the demo's own. Tests take a smaller one.
-        profiled_steps: further steps in which shares are measured, at least 1.
-        ranks_per_node: as in ``Communicator``.
-
-    Returns:
-        Whether everything passed.
-
-    Raises:
-        RankFailed: a rank failed; the text has its traceback.
-    """
+    """Check against the reference, train on all ranks, train on one, compare; return whether everything passed."""
     began = time.monotonic()
-    size = size or ModelSize(num_experts=align_up(MIN_EXPERTS, num_ranks))
     where = "GPUs over NCCL" if device == "cuda" else "processes on the CPU over gloo"
     console.print(f"[bold]tokenloom demo[/bold]: {num_ranks} ranks, {where}")
     with RankPool(num_ranks, device) as pool:
         with console.status(f"starting {num_ranks} ranks"):
-            results = pool.run(check.check_on_rank, align_up(MIN_EXPERTS, num_ranks), SEED, ranks_per_node)
+            results = pool.run(check.check_on_rank, SEED, ranks_per_node)
         differences = _show_check(console, results)
-        differences += _train_and_compare(console, pool, size, steps, profiled_steps, ranks_per_node)
+        differences += _train_and_compare(console, pool, steps, profiled_steps, ranks_per_node)
     passed = all(difference.passed for difference in differences)
     verdict = "[bold green]PASS[/]: everything agrees" if passed else "[bold red]FAIL[/]: see the tables above"
     console.print(f"{verdict}. {time.monotonic() - began:.0f} s in all.")
@@ -97,39 +81,41 @@ def _show_check(console: Console, results: Sequence[tuple[str, list[Compared]]])
     say(console, *description.splitlines())
     console.print()
     console.print(
-        "[bold]1. Against the reference.[/] Random routing: a different number of tokens on every rank and none on "
-        "the last one, repeated experts, unused places (-1). The reference computes all ranks in one process by "
-        "sorting and looping, and shares no ordering code with the backend."
+        "[bold]1. Against the reference.[/] Three routings: to any experts, with other numbers of tokens on every "
+        "rank; all to the last rank, or node; with half of the ranks empty. Some places are unused (-1). The "
+        "reference computes all ranks in one process by sorting and looping, and shares no ordering code with the "
+        "backend."
     )
     console.print(Fitted(_table(differences)))
+    say(console, *(f"{each.what}: {each.fault}" for each in differences if each.fault))
     console.print(
-        "Moved data must be equal, and so must every sum of combine, because its order and its roundings are fixed. "
-        f"The layer also has GEMMs, whose order of {check.HIDDEN} and {check.INTERMEDIATE} additions is up "
-        "to the machine: each may round by 2^-24 of the result."
+        f"Layouts {', '.join(check.LAYOUTS)}. Moved data must be equal, and so must every sum of combine, because its "
+        f"order and its roundings are fixed. The layer also has GEMMs, whose order of {HIDDEN} and "
+        f"{check.INTERMEDIATE} additions is up to the machine: each may round by 2^-24 of the result."
     )
     console.print()
     return differences
 
 
 def _train_and_compare(
-    console: Console, pool: RankPool, size: ModelSize, steps: int, profiled_steps: int, ranks_per_node: int | None
+    console: Console, pool: RankPool, steps: int, profiled_steps: int, ranks_per_node: int | None
 ) -> list[Compared]:
-    text, source = read_standard_library()
     num_ranks = pool.num_ranks
-    sequences = align_up(MIN_SEQUENCES, num_ranks)
+    alone = train.Options(align_up(NUM_EXPERTS, num_ranks), align_up(MIN_SEQUENCES, num_ranks), steps, SEED)
     console.print(
-        f"[bold]2. Training a model[/] on {source}. It predicts a byte from the two before it: {size.layers} layers "
-        f"of {size.num_experts} experts, {size.num_experts // num_ranks} on each rank, of which every byte uses "
-        f"{size.top_k}. {sequences * size.context} bytes a step over all ranks; float32; AdamW."
+        "[bold]2. Training a model[/], that of examples/train_moe_lm.py, on sentences of a tiny grammar. It predicts "
+        f"the next byte: {BLOCKS} blocks of attention and {alone.num_experts} experts, "
+        f"{alone.num_experts // num_ranks} on each rank, of which every byte uses {TOP_K}. {alone.tokens_per_step} "
+        "bytes a step over all ranks; float32; AdamW."
     )
-    trained = (text, size, sequences, steps)
-    many = _train(console, pool, num_ranks, *trained, profiled_steps, ranks_per_node)
+    together = replace(alone, profiled_steps=profiled_steps, ranks_per_node=ranks_per_node)
+    many = _train(console, pool, num_ranks, together)
     losses = many[0].losses
     dispatch, combine = (
         float(np.mean([getattr(trained, share) for trained in many])) for share in ("dispatch_share", "combine_share")
     )
     console.print(
-        f"Loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte in {steps} step{'s' if steps > 1 else ''}, "
+        f"Loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte in {counted(steps, 'step')}, "
         f"{many[0].tokens_per_s:,.0f} tokens/s. Dispatch took {dispatch:.0%} and combine {combine:.0%} of a step, "
         f"forward and backward, waiting for other ranks included (torch.profiler over {profiled_steps} more "
         "steps, mean over ranks).",
@@ -139,7 +125,7 @@ def _train_and_compare(
     console.print(
         "[bold]3. The same model on one rank[/]: the same weights at the start, the same batches, all experts at home."
     )
-    one = _train(console, pool, 1, *trained)
+    one = _train(console, pool, 1, alone)
     console.print(Fitted(_curves(losses, one[0].losses, num_ranks)))
     differences = compare_runs(many, one)
     console.print(Fitted(_table(differences)))
@@ -153,36 +139,21 @@ def _train_and_compare(
     return differences
 
 
-def _train(
-    console: Console,
-    pool: RankPool,
-    num_ranks: int,
-    text: bytes,
-    size: ModelSize,
-    sequences: int,
-    steps: int,
-    profiled_steps: int = 0,
-    ranks_per_node: int | None = None,
-) -> list[train.Trained]:
+def _train(console: Console, pool: RankPool, num_ranks: int, options: train.Options) -> list[train.Trained]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(f"training on {counted(num_ranks, 'rank')}", total=steps, state="")
+        task = progress.add_task(f"training on {counted(num_ranks, 'rank')}", total=options.steps, state="")
         began = time.monotonic()
 
         def show(step: train.Step) -> None:
-            tokens_per_s = step.number * sequences * size.context / (time.monotonic() - began)
+            tokens_per_s = step.number * options.tokens_per_step / (time.monotonic() - began)
             progress.update(task, completed=step.number, state=f"loss {step.loss:.3f}  {tokens_per_s:,.0f} tokens/s")
 
-        options = (text, size, sequences, steps, SEED, profiled_steps, ranks_per_node)
-        return pool.run(train.train, *options, ranks=num_ranks, limit_s=120 + 5 * steps, on_event=show)
+        return pool.run(train.train, options, ranks=num_ranks, limit_s=120 + 5 * options.steps, on_event=show)
 
 
 def compare_runs(many: list[train.Trained], one: list[train.Trained]) -> list[Compared]:
-    """Compare two runs of the same training on different numbers of ranks.
-
-    Args:
-        many, one: what the ranks know afterwards, by rank.
-    """
+    """Compare two runs of the same training on different numbers of ranks."""
     wanted = train.full_gradients(one)
     got = train.full_gradients(many)
     pairs = []

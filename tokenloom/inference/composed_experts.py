@@ -68,9 +68,9 @@ class ComposedExperts:
 
     # -- calls ----------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def ready_stream(self) -> None:
         """Raise what earlier calls left, as far as it is known without waiting."""
-        self._comm.engine.begin()
+        self._comm.engine.raise_known_errors()
 
     def forward(
         self,
@@ -80,7 +80,7 @@ class ComposedExperts:
         expert_stats: torch.Tensor | None,
         out: torch.Tensor | None,
         schedule: MegaSchedule | None,
-        passed: Callable[[str], None],
+        after_stage: Callable[[str], None],
     ) -> torch.Tensor:
         """Compute what ``MegaMoE.forward`` returns.
 
@@ -88,7 +88,7 @@ class ComposedExperts:
             x, topk_ids, topk_weights: as in ``MegaMoE.forward``; dispatch checks them.
             expert_stats, out: as there, checked.
             schedule: unused.
-            passed: is told the name of each stage once it is on the stream.
+            after_stage: is told the name of each stage once it is on the stream.
         """
         comm, quantised = self._comm, isinstance(x, (tuple, list))
         routed = comm.dispatch(
@@ -99,32 +99,32 @@ class ComposedExperts:
             to_fp8=not quantised,
             power_of_two_scales=self._power_of_two_scales and not quantised,
         )
-        passed("dispatch")
+        after_stage("dispatch")
         with torch.autocast(comm.device.type, enabled=False):  # sums are float32
             with comm.engine.sequence(Upcoming("combine")):
-                rows = self._routed_experts(routed, passed)
+                rows = self._routed_experts(routed, after_stage)
             mode: Mode | None = "per_route" if "all_to_all" in comm.engine.capabilities.combine_strategies else None
             if self._num_shared:
                 total = comm.combine(rows, routed, weighted=False, mode=mode, out_dtype=torch.float32)
-                passed("sum")
+                after_stage("sum")
                 for of_expert in self._shared_experts(x) if len(total) else ():
                     total += of_expert
                 out = total.to(torch.bfloat16) if out is None else out.copy_(total)
             else:
                 result = None if out is None else out.detach()
                 result = comm.combine(rows, routed, weighted=False, mode=mode, out=result)
-                passed("sum")
+                after_stage("sum")
                 out = result if out is None else out
         if expert_stats is not None:
             expert_stats.add_(routed.expert_counts)
         return out
 
-    def _routed_experts(self, routed: Routed, passed: Callable[[str], None]) -> torch.Tensor:
+    def _routed_experts(self, routed: Routed, after_stage: Callable[[str], None]) -> torch.Tensor:
         """[R, H], times the weights of the rows."""
         assert routed.scales is not None
         assert routed.expert_offsets is not None
         weights, which = self._comm.row_weights(routed), slice(self._comm.plan.experts_per_rank)
-        return self._experts((routed.tokens, routed.scales), routed.expert_offsets, weights, which, passed)
+        return self._experts((routed.tokens, routed.scales), routed.expert_offsets, weights, which, after_stage)
 
     def _shared_experts(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """[S, T, H] of this rank's own tokens."""
@@ -143,7 +143,7 @@ class ComposedExperts:
         offsets: torch.Tensor,
         row_weights: torch.Tensor | None,
         which: slice,
-        passed: Callable[[str], None],
+        after_stage: Callable[[str], None],
     ) -> torch.Tensor:
         """Both GEMMs of some experts over rows that are grouped by expert: bfloat16 [R, H]."""
         w1, w1_scales, w2, w2_scales = (_aligned(weight[which]) for weight in self._weights)
@@ -159,10 +159,10 @@ class ComposedExperts:
             power_of_two_scales=self._power_of_two_scales,
             fast_math=self._fast_math,
         )
-        passed("gemm1")
+        after_stage("gemm1")
         factors = None if w2_bias is None else row_weights
         found = grouped_gemm_fp8(*activations, w2, w2_scales, offsets, bias=w2_bias, row_weights=factors)
-        passed("gemm2")
+        after_stage("gemm2")
         return found
 
 

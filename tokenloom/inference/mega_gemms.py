@@ -113,7 +113,7 @@ class MegaGemms:
 
     # -- where it is ----------------------------------------------------------------------------------------
 
-    def find_memory(self, calls: FusedLayerCalls) -> None:
+    def take_addresses(self, calls: FusedLayerCalls) -> None:
         """Take the addresses of all memory, once it is allocated.
 
         Args:
@@ -128,8 +128,8 @@ class MegaGemms:
         if wide_scales(self._intermediate):
             self._activation_scales = scale_map(memory.activation_scales)
 
-    def point(self) -> None:
-        """Tell kernels what is the same in all calls: where memory is, and the weights."""
+    def set_constant_arguments(self) -> None:
+        """Set the arguments that are the same in all calls: addresses of memory and of weights."""
         memory, calls, args = self._memory, self._calls, self._first.args
         if wide_scales(self._hidden):
             args.a_scale_map = self._arriving_scales
@@ -149,20 +149,20 @@ class MegaGemms:
         for gemm in (self._first, self._second):
             gemm.args.offsets, gemm.args.stored = memory.offsets.data_ptr(), memory.stored.data_ptr()
             gemm.args.begun, gemm.args.deadline = memory.begun.data_ptr(), calls.deadline
-            gemm.early = True
+            gemm.overlaps_previous = True
         self.is_stale = False
 
     # -- calls ----------------------------------------------------------------------------------------------
 
-    def run(self, stream: int, gemm2_sms: int, passed: Callable[[str], None]) -> None:
+    def run(self, stream: int, gemm2_sms: int, after_stage: Callable[[str], None]) -> None:
         """Launch both. GEMM1 begins while the kernel before it sends rows, and GEMM2 wherever GEMM1 leaves an SM.
 
         Args:
             stream: handle of the current stream.
             gemm2_sms: SMs that GEMM1 leaves free, if it keeps ``fewest_sms``.
-            passed: is told when a GEMM has been launched.
+            after_stage: is told when a GEMM has been launched.
         """
         self._first.launch(max(self.num_sms - gemm2_sms, self.fewest_sms), stream)
-        passed("gemm1")
+        after_stage("gemm1")
         self._second.launch(self.num_sms, stream)
-        passed("gemm2")
+        after_stage("gemm2")

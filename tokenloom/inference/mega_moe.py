@@ -110,7 +110,7 @@ class MegaMoE:
         transport: str = "auto",
         ranks_per_node: int | None = None,
     ) -> None:
-        kind = EXPERTS.get(backend) if isinstance(backend, str) else None
+        implementation = EXPERTS.get(backend) if isinstance(backend, str) else None
         try:
             self.comm = Communicator(
                 group,
@@ -118,7 +118,7 @@ class MegaMoE:
                 hidden=hidden,
                 top_k=top_k,
                 max_tokens_per_rank=max_tokens_per_rank,
-                backend="auto" if kind is None else kind.communicator_backend,
+                backend="auto" if implementation is None else implementation.communicator_backend,
                 num_sms=MAX_SMS,  # of "composed"; the fused kernels take what the schedule says
                 device=device,
                 timeout_s=timeout_s,
@@ -131,7 +131,7 @@ class MegaMoE:
             raise BackendUnavailable(said) from None
 
         def prepare() -> tuple[dict[str, Any], None]:
-            if kind is None:
+            if implementation is None:
                 raise InvalidArgument(f"backend is {backend!r}, expected one of {', '.join(EXPERTS)}")
             for name, width in (("hidden", hidden), ("intermediate", intermediate)):
                 if not isinstance(width, int) or width <= 0 or width % BLOCK:
@@ -144,7 +144,7 @@ class MegaMoE:
             form = gated_activation(activation, activation_clamp, "activation_clamp")
             if schedule is not None and not isinstance(schedule, MegaSchedule):
                 raise InvalidArgument(f"schedule is {schedule!r}, expected a MegaSchedule, or None")
-            self._experts = kind(self.comm, intermediate, shared, power_of_two_scales)
+            self._experts = implementation(self.comm, intermediate, shared, power_of_two_scales)
             self._experts.set_activation(form, fast_math)
             return {
                 "backend": backend,
@@ -342,19 +342,19 @@ class MegaMoE:
                 return self.forward(x, topk_ids, topk_weights, expert_stats, out)
         if not self._fits(x, topk_ids, topk_weights, expert_stats, out):
             x, topk_ids, topk_weights = self._checked(x, topk_ids, topk_weights, expert_stats, out)
-        passed = self.after_stage or _ignore
-        return self._experts.forward(x, topk_ids, topk_weights, expert_stats, out, self.schedule, passed)
+        after_stage = self.after_stage or _ignore
+        return self._experts.forward(x, topk_ids, topk_weights, expert_stats, out, self.schedule, after_stage)
 
     __call__ = forward
 
     def refuse(self, fault: Exception) -> NoReturn:
         """Tell the other ranks, which make a call, that this one cannot: theirs raise PeerError. Raises ``fault``."""
-        self._experts.begin()
+        self._experts.ready_stream()
         with self.comm.engine.sequence(*self._experts.upcoming):
             raise fault
 
     def _fits(self, x: Any, topk_ids: Any, topk_weights: Any, expert_stats: Any, out: Any) -> bool:
-        """Whether a call is right at a glance, as nearly always. Others are looked at by :meth:`_checked`."""
+        """Whether a quick check accepts the call; :meth:`_checked` handles the others."""
         plan, device, scales, fits = self.comm.plan, self._device, None, checks.fits_like
         if x.__class__ is tuple and len(x) == 2:
             x, scales = x
@@ -389,7 +389,7 @@ class MegaMoE:
         What is wrong is told to the other ranks, behind what earlier calls have left.
         """
         engine, plan, device = self.comm.engine, self.comm.plan, self._device
-        self._experts.begin()
+        self._experts.ready_stream()
         with engine.sequence(*self._experts.upcoming):
             if not self._experts.checks_tokens:
                 options = DispatchOptions("expert", 1, "bounded", 1, to_fp8=not isinstance(x, (tuple, list)))

@@ -43,14 +43,14 @@ class Senders:
     """Kernels that send tokens of one dtype.
 
     Attributes:
-        keeping: its blocks pack tokens themselves and keep them. most_kept: so many each, at most.
-        pack, loading: one kernel packs tokens, and blocks of another load them.
+        packing_sender: packs tokens and sends them. max_tokens_per_block: its limit.
+        pack: packs more tokens than that. packed_sender: sends packed tokens.
     """
 
-    keeping: OpeningKernel
-    most_kept: int
+    packing_sender: OpeningKernel
+    max_tokens_per_block: int
     pack: Kernel
-    loading: OpeningKernel
+    packed_sender: OpeningKernel
 
 
 class NvlinkExperts:
@@ -85,7 +85,7 @@ class NvlinkExperts:
         self._calls: FusedLayerCalls = comm.engine.fused_layer(num_shared_experts)
         self._has_memory = False
         self._sums = Kernel(SumRoutesVariant(plan, num_shared_experts=num_shared_experts).spec(), comm.device.index)
-        self._sums.early = True
+        self._sums.overlaps_previous = True
         self._senders_of: dict[torch.dtype, Senders] = {}
         self._times: MegaTimes | None = None
 
@@ -115,17 +115,17 @@ class NvlinkExperts:
 
     # -- calls ----------------------------------------------------------------------------------------------
 
-    def begin(self) -> int | None:
-        """Raise what earlier calls left, so that neither the dispatch nor the meeting of this call raises it.
+    def ready_stream(self) -> int | None:
+        """Raise errors of earlier calls, so that this call raises none of them later.
 
         Returns:
             Handle of the current stream, where the call needs nothing around it; else None.
         """
         engine = self._comm.engine
-        if engine.is_plain() and not engine.open_calls.any_open():
+        if engine.needs_no_sequence() and not engine.open_calls.any_open():
             engine.ranks.require_alive()
             return self._calls.make_room()
-        engine.begin()
+        engine.raise_known_errors()
         self._calls.make_room()
         return None
 
@@ -137,35 +137,35 @@ class NvlinkExperts:
         expert_stats: torch.Tensor | None,
         out: torch.Tensor | None,
         schedule: MegaSchedule | None,
-        passed: Callable[[str], None],
+        after_stage: Callable[[str], None],
     ) -> torch.Tensor:
         """Compute what ``MegaMoE.forward`` returns.
 
         Args:
             x, topk_ids, topk_weights, expert_stats, out: as in ``MegaMoE.forward``, checked.
             schedule: of the call, or None to choose one.
-            passed: is told the name of each stage once it is on the stream.
+            after_stage: is told the name of each stage once it is on the stream.
         """
         engine = self._comm.engine
         tokens, scales = x if isinstance(x, tuple) else (x, None)
-        ready = self.begin()
-        with engine.sequence(*self.upcoming) as calls:
+        known_stream = self.ready_stream()
+        with engine.sequence(*self.upcoming) as sequence:
             result = tokens.new_empty(tokens.shape, dtype=torch.bfloat16) if out is None else out
             senders = self._senders(tokens.dtype)  # loaded before ranks agree on anything, as it takes seconds
-            if not self._has_memory:  # behind what refuses a first call in a capture, whose zeros nobody would see
+            if not self._has_memory:  # after the check for a capture, in which zeroing would not run now
                 self._make_memory()
             if self._gemms.is_stale:
-                self._gemms.point()
+                self._gemms.set_constant_arguments()
             engine.open_calls.require_room()
-            stream = current_handle(self._comm.device) if ready is None else ready
+            stream = current_handle(self._comm.device) if known_stream is None else known_stream
             schedule = schedule or schedule_for(len(tokens), self._comm.plan.num_ranks)
-            if ready is None:
-                self._calls.follow()  # a call that fails zeros what the one before it may still use
+            if known_stream is None:
+                self._calls.follow()  # the except branch zeros memory that the previous call may still read
             try:
                 tokens, ids = aligned(tokens), aligned(topk_ids)
-                scales_at, sender = 0 if scales is None else scales.data_ptr(), senders.keeping
-                if len(tokens) > schedule.send_sms * senders.most_kept:
-                    sender = senders.loading
+                scales_at, sender = 0 if scales is None else scales.data_ptr(), senders.packing_sender
+                if len(tokens) > schedule.send_sms * senders.max_tokens_per_block:
+                    sender = senders.packed_sender
                     self._pack(senders.pack, tokens, scales_at, schedule, stream)
                 SEND_FIELDS.write(
                     sender.args,
@@ -178,18 +178,18 @@ class NvlinkExperts:
                     len(tokens),
                     ids.dtype == torch.int64,
                 )
-                number = self._calls.send(sender, ready, schedule.send_sms)
+                number = self._calls.send(sender, known_stream, schedule.send_sms)
                 engine.open_calls.count += 1
-                calls.opened()
-                passed("dispatch")
-                self._gemms.run(stream, schedule.gemm2_sms, passed)
-                self._calls.meet(number, ready)
+                sequence.opened()
+                after_stage("dispatch")
+                self._gemms.run(stream, schedule.gemm2_sms, after_stage)
+                self._calls.meet(number, known_stream)
             except BaseException:
                 self._memory.counted.zero_()  # the next call expects zeros
                 raise
-            calls.opened()
+            sequence.opened()
             self._sum(ids, result, stream)
-            passed("sum")
+            after_stage("sum")
         return result
 
     def _pack(self, pack: Kernel, x: torch.Tensor, scales_at: int, schedule: MegaSchedule, stream: int) -> None:
@@ -206,9 +206,9 @@ class NvlinkExperts:
             packing = Packing(dtype, self._power_of_two_scales)
             pack = Kernel(PackTokensVariant(self._comm.plan.hidden, packing).spec(), self._comm.device.index)
             pack.args.trace = 0 if self._times is None else self._times.pack.data_ptr()
-            keeping, loading = self._calls.sender(packing), self._calls.sender(None)
-            most_kept = dict(keeping.spec.shape)["kept_tokens"]
-            found = self._senders_of[dtype] = Senders(keeping, most_kept, pack, loading)
+            packing_sender, packed_sender = self._calls.sender(packing), self._calls.sender(None)
+            most_tokens = dict(packing_sender.spec.shape)["kept_tokens"]
+            found = self._senders_of[dtype] = Senders(packing_sender, most_tokens, pack, packed_sender)
         return found
 
     def _sum(self, ids: torch.Tensor, out: torch.Tensor, stream: int) -> None:
@@ -241,5 +241,5 @@ class NvlinkExperts:
         sums = self._sums.args
         sums.met, sums.masked = memory.met.data_ptr(), calls.masked
         sums.combine_recv = calls.results.data_ptr()
-        self._gemms.find_memory(calls)
+        self._gemms.take_addresses(calls)
         self._has_memory = True

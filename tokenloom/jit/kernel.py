@@ -28,8 +28,8 @@ class Kernel:
 
     Attributes:
         args: the ``spec.args`` structure that the next launch passes.
-        early: launches begin when the kernel before them on the stream says so (device/ptx/grid.cuh), instead of when
-            it is over. What they wait for, kernels say themselves.
+        overlaps_previous: launches begin when the kernel before them on the stream lets them (device/ptx/grid.cuh),
+            not when it is over. Kernels themselves wait for results of that one.
 
     Raises:
         InvalidArgument: the kernel is not loaded yet, and a CUDA graph is being captured.
@@ -50,12 +50,12 @@ class Kernel:
         self._operands = (ctypes.addressof(self._shape), int(function), ctypes.addressof(self._pointers), None)
 
     @property
-    def early(self) -> bool:
+    def overlaps_previous(self) -> bool:
         return bool(self._shape.num_attributes)
 
-    @early.setter
-    def early(self, early: bool) -> None:
-        self._shape.attributes, self._shape.num_attributes = ctypes.addressof(EARLY), int(early)
+    @overlaps_previous.setter
+    def overlaps_previous(self, overlaps_previous: bool) -> None:
+        self._shape.attributes, self._shape.num_attributes = ctypes.addressof(EARLY), int(overlaps_previous)
 
     def launch(self, blocks: int, stream: int) -> None:
         """Put one launch with the present ``args`` on a stream. The device need not be the current one.

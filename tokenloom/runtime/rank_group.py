@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout, is_known_to_all
+from tokenloom.errors import InvalidArgument, PeerError, PeerTimeout, raised_by_all
 from tokenloom.runtime import connecting, forks, openings
 from tokenloom.runtime.collectives import (
     UNNUMBERED,
@@ -41,6 +41,7 @@ from tokenloom.runtime.process_groups import process_group_of, store_of
 from tokenloom.runtime.process_identity import ProcessIdentity
 from tokenloom.runtime.siblings import STEPS_APART, Siblings, joining, siblings_of
 from tokenloom.runtime.store_notes import StoreNotes
+from tokenloom.runtime.telling import Telling
 from tokenloom.runtime.topology import Topology
 from tokenloom.runtime.turns import Turn
 from tokenloom.runtime.waiting import Awaited, Watch, checked_seconds, timeout_of
@@ -234,19 +235,12 @@ class RankGroup:
         """Raise PeerError if another rank has told that it failed in the middle of a call, which breaks the group."""
         self._watch.require_none_failed()
 
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """In here others wait for this rank, and hear of whatever ends the block: a signal's handler may raise too.
+    def telling(self) -> Telling:
+        """Give a block in the middle of a call. What fails there ends the group: a signal's handler may raise too.
 
-        It ends the group, unless the others know of it. No call can be opened to tell them: they may be in this one.
+        No call can be opened to tell the others of it: they may be in this one.
         """
-        try:
-            yield
-        except BaseException as fault:
-            if not is_known_to_all(fault):
-                self.abort(fault)
-                fault.known_to_all = True  # type: ignore[attr-defined]
-            raise
+        return Telling(self.abort, self.abort)
 
     def _disconnect(self) -> None:
         self._links = None
@@ -423,11 +417,9 @@ class RankGroup:
         self._ask("unmask_ranks", ranks)
         stray = sorted(set(ranks) - self._membership.masked)
         if stray:
-            error = InvalidArgument(
-                f"unmask_ranks got rank {stray[0]}, which is not masked: {sorted(self.masked)} are"
+            raise raised_by_all(
+                InvalidArgument(f"unmask_ranks got rank {stray[0]}, which is not masked: {sorted(self.masked)} are")
             )
-            error.known_to_all = True
-            raise error
         if ranks:
             limit_s = self.timeout_s if self._watch.masks_late else self.open_timeout_s
             place, masked = f"back/{self._membership.name_of_change}", self._membership.masked.difference(ranks)
@@ -572,10 +564,11 @@ class RankGroup:
     def _gather_words(self, words: torch.Tensor, size: int, phase: str) -> tuple[torch.Tensor, frozenset[int]]:
         """Up to ``size`` words of each rank, in the middle of an opening; and who takes no part."""
         sequence = self._gather_sequence()
-        row = torch.zeros(2 + size, dtype=torch.int64, device=words.device)
-        row[:2] = torch.tensor([1, sequence], dtype=torch.int64, device="cpu")
-        row[2 : 2 + len(words)] = words
-        table = self.all_gather(row, phase).cpu()
+        with self.telling():
+            row = torch.zeros(2 + size, dtype=torch.int64, device=words.device)
+            row[:2] = torch.tensor([1, sequence], dtype=torch.int64, device="cpu")
+            row[2 : 2 + len(words)] = words
+            table = self.all_gather(row, phase).cpu()
         self.require_answers(table[:, 1].tolist(), sequence, phase)
         return table[:, 2:], frozenset((table[:, 0] == 0).nonzero().flatten().tolist())
 
@@ -664,13 +657,19 @@ class RankGroup:
         return self._start(start, out, phase)
 
     def all_reduce_sums(
-        self, values: Sequence[torch.Tensor], phase: str, host_waits: bool = True, alike: Fields | None = None
+        self,
+        values: Sequence[torch.Tensor],
+        phase: str,
+        host_waits: bool = True,
+        alike: Fields | None = None,
+        fault: Exception | None = None,
     ) -> list[torch.Tensor]:
         """The sums over ranks, as new tensors. This is a call by itself: ranks have ``open_timeout_s`` to come.
 
         Args:
             host_waits: over NCCL too, so that ranks hear of others that do something else. If not, they cannot.
             alike: what else must be the same on all ranks, by name.
+            fault: this rank's own error. The others hear of it, and it is raised, where they can hear.
 
         Raises:
             PeerError, PlanMismatch: see :meth:`open`.
@@ -678,7 +677,11 @@ class RankGroup:
         opens = self.num_ranks > 1 and (host_waits or self._deadline_is_ours)
         if opens:
             shapes = ", ".join(f"{list(each.shape)} {each.dtype}" for each in values)
-            self.open({"call": phase, "values": shapes, **(alike or {})}, NO_WORDS, phase)
+            fields = {"call": phase, "values": shapes, **(alike or {})}
+            if fault is not None:
+                with Telling(lambda fault: self.open(fields, NO_WORDS, phase, fault), self.abort):
+                    raise fault
+            self.open(fields, NO_WORDS, phase)
         return [self._sum(each.detach(), phase, not opens) for each in values]
 
     def _sum(self, values: torch.Tensor, phase: str, opens: bool) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from tokenloom.errors import PeerError, PlanMismatch
 from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.telling import Telling
 
 Extra = TypeVar("Extra")
 
@@ -26,20 +27,9 @@ def agree(ranks: RankGroup, prepare: Callable[[], tuple[dict[str, Any], Extra]],
         what ``prepare`` raised here, marked ``known_to_all``; PeerError: it raised elsewhere; PlanMismatch: the
         values differ.
     """
-    fault: Exception | None = None
-    mine: tuple[dict[str, Any], Any] = ({}, None)
-    try:
+    with agreeing(ranks, phase):
         mine = prepare()
-    except Exception as error:
-        fault = error
-    except BaseException as interruption:
-        ranks.whole.abort(interruption)
-        raise
-    message = None if fault is None else f"{type(fault).__name__}: {fault}"
-    by_rank = ranks.whole.all_gather_object((message, *mine), phase)
-    if fault is not None:
-        fault.known_to_all = True  # type: ignore[attr-defined]
-        raise fault
+    by_rank = ranks.whole.all_gather_object((None, *mine), phase)
     present = {rank: report for rank, report in enumerate(by_rank) if report is not None}
     for rank, (reason, _, _) in present.items():
         if reason is not None:
@@ -52,10 +42,15 @@ def agree(ranks: RankGroup, prepare: Callable[[], tuple[dict[str, Any], Extra]],
     return [present.get(rank, present[base])[2] for rank in ranks.members]
 
 
-def raising(fault: Exception) -> Callable[[], tuple[dict[str, Any], Any]]:
-    """What a rank passes to :func:`agree` that cannot take part: the other ranks hear of its fault."""
+def agreeing(ranks: RankGroup, phase: str) -> Telling:
+    """Give a block before an agreement of all ranks. What fails there is told where the others agree.
 
-    def prepare() -> tuple[dict[str, Any], Any]:
-        raise fault
+    Args:
+        ranks: the group. phase: as in :func:`agree`.
+    """
+    whole = ranks.whole
 
-    return prepare
+    def tell(fault: Exception) -> None:
+        whole.all_gather_object((f"{type(fault).__name__}: {fault}", {}, None), phase)
+
+    return Telling(tell, whole.abort)

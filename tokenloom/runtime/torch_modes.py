@@ -20,7 +20,7 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 current_transforms = torch._C._functorch.peek_interpreter_stack
 current_trace = torch._C._get_tracing_state
 current_mode = torch._C._get_dispatch_mode
-is_compiling = torch.compiler.is_compiling
+is_compiling = torch.compiler.is_dynamo_compiling
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 

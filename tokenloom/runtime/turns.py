@@ -15,7 +15,7 @@ class Turn:
     """Lets one thread in at a time. A thread that is in may enter again, as calls do that are parts of others.
 
     Attributes:
-        take: enters at once. Whether it could: no other thread is in.
+        take: tries to enter without waiting; False if another thread is in.
         leave: leaves.
     """
 

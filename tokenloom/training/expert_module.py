@@ -136,7 +136,6 @@ class RoutedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        require_eager()
         dtype = dtype or torch.get_default_dtype()
         on_meta = _is_meta(torch.get_default_device() if device is None else device)
         if on_meta:
@@ -164,18 +163,26 @@ class RoutedExperts(nn.Module):
         self.comm = comm
         default_strategy = Strategy.default(comm.engine.capabilities)
 
-        def prepare() -> tuple[dict[str, Any], tuple[ExpertForm, Strategy | None]]:
+        def prepare() -> tuple[dict[str, Any], Strategy | None]:
+            require_eager()
             if group_and_comm:
                 raise InvalidArgument("group and comm are both given; the communicator already has a group")
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
                 raise InvalidArgument(f"dtype is {dtype!r}, expected bfloat16, float16, float32 or float64")
-            form = ExpertForm(Activation.of(activation), weight_layout)
+            self.form = form = ExpertForm(Activation.of(activation), weight_layout)
             check_experts(comm.plan, hidden, intermediate, num_experts, top_k, expert_grad_scale, pool_rows)
             checks.require_layout(comm.engine.capabilities, "expert")
             checks.require_strategy(comm.engine.capabilities, strategy or default_strategy)
             tuned = None
             if strategy is None and comm.rank == 0:  # ranks may see different disks
                 tuned = choices.find(choices.setting_of(comm, intermediate, dtype))
+            self.hidden, self.intermediate = hidden, intermediate
+            with torch.inference_mode(False):  # forward saves parameters in any mode
+                self._make_parameters(biases, dtype, torch.device("meta") if on_meta else comm.device)
+                self.reset_parameters()
+            self.weight_names = tuple(self._parameters)
+            self.main_grads = main_grads
+            self.accumulate_main_grads()
             return {
                 "intermediate": intermediate,
                 "activation": form.activation,
@@ -187,20 +194,12 @@ class RoutedExperts(nn.Module):
                 "redispatch_in_backward": redispatch_in_backward,
                 "pool_rows": pool_rows,
                 "dtype": dtype,
-            }, (form, tuned)
+            }, tuned
 
-        agreed = agree(comm.engine.ranks, prepare, "making RoutedExperts")
-        self.form, _ = agreed[comm.rank]
-        self.hidden, self.intermediate = hidden, intermediate
+        tuned = agree(comm.engine.ranks, prepare, "making RoutedExperts")[0]
         self.expert_grad_scale = expert_grad_scale
-        self.strategy = strategy or agreed[0][1] or default_strategy
+        self.strategy = strategy or tuned or default_strategy
         self.overlap, self.redispatch_in_backward, self.pool_rows = overlap, redispatch_in_backward, pool_rows
-        with torch.inference_mode(False):  # forward saves parameters in any mode
-            self._make_parameters(biases, dtype, torch.device("meta") if on_meta else comm.device)
-            self.reset_parameters()
-        self.weight_names = tuple(self._parameters)
-        self.main_grads = main_grads
-        self.accumulate_main_grads()
 
     def _make_parameters(self, biases: bool, dtype: torch.dtype, device: torch.device) -> None:
         mesh = make_mesh(self.comm.engine.ranks)
@@ -272,6 +271,7 @@ class RoutedExperts(nn.Module):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         meanwhile: Callable[[], None] | None = None,
+        alike: tuple[tuple[str, str], ...] = (),
     ) -> torch.Tensor:
         """Dispatch, compute, combine. Collective. Differentiable once, in x, ``topk_weights`` and the parameters.
 
@@ -281,6 +281,7 @@ class RoutedExperts(nn.Module):
             topk_ids: int32 or int64 [..., K], experts of all ranks, -1 for a place without a route.
             topk_weights: floating point [..., K]. They are used in float32, or in float64 for float64 experts.
             meanwhile: work of this rank beside the dispatch, such as a shared expert, or None.
+            alike: what else all ranks must mean alike in this call, by name.
 
         Returns:
             [..., H], dtype of x, or of autocast where that is on.
@@ -288,13 +289,14 @@ class RoutedExperts(nn.Module):
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument: bad input on this rank.
             PeerError: bad input, or any other failure, on another rank.
+            PlanMismatch: another rank has frozen other parameters.
             TokenloomError: as in ``Communicator.dispatch``.
         """
         engine = self.comm.engine
-        engine.begin()
+        engine.raise_known_errors()
         self.accumulate_main_grads()
         dtype = self._compute_dtype(getattr(x, "dtype", None))
-        with engine.sequence(*self.first_calls(dtype)):  # a failure here comes before any call
+        with engine.sequence(*self.first_calls(dtype)):  # sends nothing: bad input is told to the other ranks
             tokens = self.tokens(x)
             checks.number_of_tokens(self.comm.plan, len(tokens))  # pieces of too many tokens may be few enough
             ids = self.ids(x, topk_ids)
@@ -315,6 +317,7 @@ class RoutedExperts(nn.Module):
                 activation=self.form.activation,
                 weight_layout=self.form.layout,
                 sources=self.stood_for or (self.w1, self.w2, self.w1_bias, self.w2_bias),
+                alike=alike,
             )
         return out.view(x.shape)
 
@@ -331,7 +334,7 @@ class RoutedExperts(nn.Module):
         return dtype or self.w1.dtype
 
     def first_calls(self, dtype: torch.dtype | None) -> list[Upcoming]:
-        """List the calls that the other ranks make where this one fails before its first: those of one piece.
+        """List the calls to declare while inputs are checked: a dispatch and a combine of one piece.
 
         Args:
             dtype: dtype of the tokens, or None if it is not known.

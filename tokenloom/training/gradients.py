@@ -14,7 +14,13 @@ from tokenloom.runtime.rank_group import RankGroup
 
 
 def sum_over_ranks(
-    ranks: RankGroup, sums: RouterSums, dtype: torch.dtype, host_waits: bool = True, bias: torch.Tensor | None = None
+    ranks: RankGroup,
+    sums: RouterSums,
+    dtype: torch.dtype,
+    host_waits: bool = True,
+    bias: torch.Tensor | None = None,
+    alike: tuple[tuple[str, str], ...] = (),
+    fault: Exception | None = None,
 ) -> RouterSums:
     """Sum over the tokens of all ranks. Differentiable, because each rank's loss depends on all ranks' tokens.
 
@@ -22,11 +28,14 @@ def sum_over_ranks(
         dtype: dtype of the sums of probabilities. Counts of routes are summed as integers.
         host_waits: see :meth:`RankGroup.all_reduce_sums`; backward does the same.
         bias: the router's correction bias, if it has one. It must be the same on all ranks.
+        alike: what else must be, by name.
+        fault: see :meth:`RankGroup.all_reduce_sums`.
     """
     parts = (sums.probabilities, sums.squared_lse, sums.num_tokens)
     own = torch.cat(parts)
     values = own.to(dtype)  # tokens may differ in dtype under autocast
-    total, counts = _SumOverRanks.apply(values, sums.expert_counts.to(torch.int64), ranks, host_waits, bias)
+    rest = (ranks, host_waits, bias, alike, fault)
+    total, counts = _SumOverRanks.apply(values, sums.expert_counts.to(torch.int64), *rest)
     probabilities, squared_lse, num_tokens = total.to(own.dtype).split([len(part) for part in parts])
     return RouterSums(probabilities, squared_lse, counts, num_tokens)
 
@@ -42,13 +51,15 @@ class _SumOverRanks(torch.autograd.Function):
         ranks: RankGroup,
         host_waits: bool,
         bias: torch.Tensor | None,
+        others: tuple[tuple[str, str], ...],
+        fault: Exception | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.ranks, ctx.host_waits = ranks, host_waits
-        alike: dict[str, str] = {}
+        alike = dict(others)
         if bias is not None and host_waits:
             checksum = "without memory" if bias.is_meta else f"{zlib.crc32(bias.cpu().numpy().tobytes()):08x}"
             alike["correction_bias"] = checksum
-        total, counts = ranks.all_reduce_sums([values, counts], "router losses", host_waits, alike)
+        total, counts = ranks.all_reduce_sums([values, counts], "router losses", host_waits, alike, fault)
         ctx.mark_non_differentiable(counts)
         return total, counts
 
@@ -56,7 +67,7 @@ class _SumOverRanks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         total = ctx.ranks.all_reduce_sums([grad.contiguous()], "router losses, gradient", ctx.host_waits)[0]
-        return total, None, None, None, None
+        return total, *[None] * 6
 
 
 def in_backward() -> bool:

@@ -39,6 +39,10 @@ from tokenloom.training.saved_activations import SavedTensor, saved_tensors
 __all__ = ["ExpertParallelMoE"]
 
 
+_GIVEN = ("none", "given")
+"""What ranks tell of an argument, by whether there is one."""
+
+
 class ExpertParallelMoE(nn.Module):
     """Router, experts spread over the ranks, and an optional shared expert.
 
@@ -172,30 +176,36 @@ class ExpertParallelMoE(nn.Module):
         self.comm = comm = self.experts.comm
         plan = comm.plan
 
-        def prepare() -> tuple[dict[str, Any], Router]:
+        def prepare() -> tuple[dict[str, Any], None]:
             if isinstance(router, str) and router not in SCORES:
                 raise InvalidArgument(f"router is {router!r}, expected a Router or one of {', '.join(SCORES)}")
             rule = Router(num_experts, top_k, router) if isinstance(router, str) else router
             coefficients = {"balance_coef": balance_coef, "z_coef": z_coef}
             check_options(plan, rule, shared_intermediate, shared_gate, router_grad, **coefficients)
+            if rule.is_constant and comm.rank == 0:
+                warnings.warn(
+                    f"with top_k=1, {'topk_softmax' if rule.score == 'topk_softmax' else 'renormalize=True'} gives "
+                    "every route the same weight, so the router has no gradient from the outputs and cannot learn; "
+                    f"use Router({num_experts}, 1, 'softmax_topk', renormalize=False)",
+                    stacklevel=4,  # who makes the layer
+                )
+            self.router = rule
+            self._make_parameters(shared_intermediate, shared_gate)
             return {
                 "shared_intermediate": shared_intermediate,
                 "shared_gate": bool(shared_gate),
                 "router": rule,
                 "router_grad": router_grad,
                 **coefficients,
-            }, rule
+            }, None
 
-        self.router = agree(comm.engine.ranks, prepare, "making an ExpertParallelMoE")[comm.rank]
-        if self.router.is_constant and comm.rank == 0:
-            warnings.warn(
-                f"with top_k=1, {'topk_softmax' if self.router.score == 'topk_softmax' else 'renormalize=True'} gives "
-                "every route the same weight, so the router has no gradient from the outputs and cannot learn; use "
-                f"Router({num_experts}, 1, 'softmax_topk', renormalize=False)",
-                stacklevel=2,
-            )
+        agree(comm.engine.ranks, prepare, "making an ExpertParallelMoE")
         self.balance_coef, self.z_coef, self.router_grad = balance_coef, z_coef, router_grad
-        device = self.experts.w1.device
+        self._set_up()
+
+    def _make_parameters(self, shared_intermediate: int, shared_gate: bool) -> None:
+        """Make what lies on every rank: the router, the shared expert and the layer's buffers."""
+        device, num_experts, hidden = self.experts.w1.device, self.comm.plan.num_experts, self.experts.hidden
         factory: dict[str, Any] = {"device": device, "dtype": self.experts.w1.dtype}
 
         def parameter(wanted: object, *shape: int) -> nn.Parameter | None:
@@ -215,7 +225,6 @@ class ExpertParallelMoE(nn.Module):
             self.register_buffer("expert_counts", zeros(torch.int64), persistent=False)
             self._reset_replicated(None)
         self.weight_names = tuple(self._parameters)
-        self._set_up()
 
     def _set_up(self) -> None:
         """Do what each copy of a layer needs for itself."""
@@ -302,7 +311,8 @@ class ExpertParallelMoE(nn.Module):
             topk_ids: int32 or int64 [..., K], the experts of each token, -1 for a place without a route; None lets the
                 router choose. All ranks give them, or none does. The losses and ``expert_counts`` count them.
             topk_weights: floating point [..., K], weights of ``topk_ids``. None takes what the router, as it is now,
-                would give these experts; then it learns from them. Weights that are given are used as they are.
+                would give these experts; then it learns from them. Weights that are given are used as they are. All
+                ranks give them, or none does.
             token_mask: bool [...], True for a real token, False for padding, which is left out: it gets no route, 0 as
                 its output and gradient, and no part in losses and counts. Everything else is, bit for bit, as if the
                 rows were not there. On GPUs the host waits for the number of real tokens.
@@ -317,6 +327,7 @@ class ExpertParallelMoE(nn.Module):
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch, InvalidArgument: bad input on this rank.
             PeerError: bad input, or any other failure, on another rank.
+            PlanMismatch: another rank gives other arguments than this one, or has frozen other parameters.
             TokenloomError: as in ``Communicator.dispatch``.
         """
         if torch.compiler.is_compiling():
@@ -333,7 +344,7 @@ class ExpertParallelMoE(nn.Module):
         counts: bool | None = None,
         compiled: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run forward.
+        """Route tokens, run the experts, and add losses and counts.
 
         Args:
             x: as in ``forward``.
@@ -341,26 +352,35 @@ class ExpertParallelMoE(nn.Module):
             topk_weights: as in ``forward``.
             token_mask: as in ``forward``.
             counts: whether the routes count. None counts them if this trains.
-            compiled: whether copies stand in for the parameters.
+            compiled: whether an operator of torch.compile runs this forward, with copies of the parameters.
         """
         if counts is None:
             counts = self.training and torch.is_grad_enabled()
         engine, experts = self.comm.engine, self.experts
-        engine.begin()
+        engine.raise_known_errors()
         router_weight = self._parameters.get("router_weight")  # getattr would compute a parametrized weight
         dtype = None if router_weight is None else router_weight.dtype
-        with engine.sequence(*experts.first_calls(dtype)):  # a failure here comes before any call
+        trained = ""
+        if torch.is_grad_enabled():
+            parameters = [*self._parameters.items(), *experts._parameters.items()]
+            trained = ", ".join([name for name, each in parameters if each is not None and each.requires_grad])
+        alike = (
+            ("topk_ids", _GIVEN[topk_ids is not None]),
+            ("topk_weights", _GIVEN[topk_weights is not None]),
+            ("trained parameters", trained or "none"),
+        )
+        with engine.sequence(*experts.first_calls(dtype)):  # sends nothing: bad input is told to the other ranks
             try:
                 if compiled:
                     torch_compile.require_parameters((self, experts))
                 routed = self._route(x, topk_ids, topk_weights, token_mask)
-            except Exception:
-                self._sum_over_ranks(None)  # the other ranks are about to sum
+            except Exception as fault:
+                self._sum_over_ranks(None, alike, fault)  # the other ranks are about to sum
                 raise
-        sums = self._sum_over_ranks(routed.sums)
+            sums = self._sum_over_ranks(routed.sums, alike)
         shared: list[torch.Tensor] = []
         meanwhile = None if self.shared_w1 is None else lambda: shared.append(self._shared_expert(routed.tokens))
-        out = experts(routed.tokens, routed.topk_ids, routed.topk_weights, meanwhile)
+        out = experts(routed.tokens, routed.topk_ids, routed.topk_weights, meanwhile, alike)
         for result in shared:
             out = out + result.to(out.dtype)  # autocast leaves float64 as it is
         self._record(routed, x.shape)
@@ -377,7 +397,7 @@ class ExpertParallelMoE(nn.Module):
         topk_ids: torch.Tensor | None,
         topk_weights: torch.Tensor | None,
         token_mask: torch.Tensor | None,
-    ) -> _Routed:
+    ) -> _RoutedTokens:
         """Choose experts, or take the caller's. Not collective. Logits, weights and sums are at least float32."""
         tokens = self.experts.tokens(x)
         self._require_dtype(tokens.dtype)
@@ -395,7 +415,7 @@ class ExpertParallelMoE(nn.Module):
                 None if each is None else each.index_select(0, real) for each in (topk_ids, topk_weights)
             )
         if topk_ids is not None and topk_weights is not None and not self._wants_sums():
-            return _Routed(tokens, topk_ids, topk_weights, None, real)
+            return _RoutedTokens(tokens, topk_ids, topk_weights, None, real)
         dtype = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):  # autocast would route by bfloat16 logits
             logits = router_logits(tokens, self._replicated(self.router_weight), dtype)
@@ -405,7 +425,7 @@ class ExpertParallelMoE(nn.Module):
                 logits, self.correction_bias, None if topk_ids is None else topk_ids.long()
             )
             sums = router_sums(logits, probabilities, ids) if self._wants_sums() else None
-            return _Routed(tokens, ids, weights if topk_weights is None else topk_weights, sums, real)
+            return _RoutedTokens(tokens, ids, weights if topk_weights is None else topk_weights, sums, real)
 
     def _require_dtype(self, dtype: torch.dtype) -> None:
         """Raise if tokens have another dtype than the parameters outside of the experts."""
@@ -423,10 +443,13 @@ class ExpertParallelMoE(nn.Module):
     def _wants_sums(self) -> bool:
         return bool(self.balance_coef or self.z_coef or self.correction_bias is not None)
 
-    def _sum_over_ranks(self, sums: RouterSums | None) -> RouterSums | None:
+    def _sum_over_ranks(
+        self, sums: RouterSums | None, alike: tuple[tuple[str, str], ...], fault: Exception | None = None
+    ) -> RouterSums | None:
         """Sum over the tokens of all ranks, if a loss or the bias needs the sums. Collective then.
 
-        A rank that failed passes None and still takes part: the others learn of its fault in the next call.
+        A rank that failed passes its fault, and no sums. Where the host does not wait, it still takes part: the others
+        hear of the fault in the next call.
         """
         if not self._wants_sums():
             return None
@@ -437,7 +460,7 @@ class ExpertParallelMoE(nn.Module):
             counts = torch.zeros(self.comm.plan.num_experts, dtype=wide, device=self.comm.device)
             sums = RouterSums(counts, counts[:1], counts, counts[:1])
         host_waits, bias = self.experts.pool_rows is None, self.correction_bias
-        return sum_over_ranks(self.comm.engine.ranks, sums, wide, host_waits, bias)
+        return sum_over_ranks(self.comm.engine.ranks, sums, wide, host_waits, bias, alike, fault)
 
     def _aux_loss(self, sums: RouterSums | None, dtype: torch.dtype) -> torch.Tensor:
         """Compute aux_loss over the tokens of all ranks."""
@@ -497,7 +520,7 @@ class ExpertParallelMoE(nn.Module):
         finally:
             self._records = [each for each in self._records if each is not routes]
 
-    def _record(self, routed: _Routed, shape: torch.Size) -> None:
+    def _record(self, routed: _RoutedTokens, shape: torch.Size) -> None:
         if not self._records or in_backward():
             return
         # Copies: a compiler may reuse the memory of the caller's routes.
@@ -551,7 +574,7 @@ class ExpertParallelMoE(nn.Module):
 
 
 @dataclass
-class _Routed:
+class _RoutedTokens:
     """Tokens with their routes.
 
     Attributes:

@@ -84,7 +84,7 @@ def cut(engine: Engine, options: RunOptions, num_tokens: int) -> list[slice]:
 
 def forward_calls(options: RunOptions, num_pieces: int, dtype: torch.dtype, needs_grad: bool) -> list[Upcoming]:
     """List the calls of a forward in order. Each dispatch opens before the combine of the previous piece."""
-    sent = replace(resend_options(options.strategy.dispatch), capacity=options.pool_rows)
+    sent = replace(expert_dispatch_options(options.strategy.dispatch), capacity=options.pool_rows)
     dispatch = Upcoming("dispatch", sent, dtype.itemsize, awaited=options.pool_rows is None)
     combine = Upcoming("combine", options.combine_options(dtype, needs_grad), dtype.itemsize)
     return [dispatch, *([dispatch, combine] * (num_pieces - 1)), combine]
@@ -106,7 +106,7 @@ def backward_calls(
     strategies = [SWAPPED[options.strategy.combine]] * num_pieces
     if options.redispatch_in_backward:
         strategies += [options.strategy.dispatch] * num_pieces
-    sent = deque(Upcoming("rows again", resend_options(each), dtype.itemsize) for each in strategies)
+    sent = deque(Upcoming("rows again", expert_dispatch_options(each), dtype.itemsize) for each in strategies)
     gradients = [Upcoming("gradient of dispatch", options.gradient_options(dtype), dtype.itemsize)] * wants_x
     gradients += [Upcoming("gradient of weights")] * wants_weights
     calls = [sent.popleft() for _ in range(min(ahead, len(sent)))]
@@ -116,7 +116,7 @@ def backward_calls(
     return [*calls, *sent]
 
 
-def resend_options(strategy: str) -> DispatchOptions:
+def expert_dispatch_options(strategy: str) -> DispatchOptions:
     """Describe a dispatch in layout "expert" as far as its buffers depend on it."""
     return DispatchOptions("expert", 1, "bounded", None, strategy=strategy)
 

@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tokenloom.backends.seam import SWAPPED, Handle, Upcoming
+from tokenloom.backends.seam import SWAPPED, Handle, Sent, Upcoming
 from tokenloom.comm.checks import DispatchArguments
 from tokenloom.comm.communicator import Communicator
 from tokenloom.ops.autocast import autocast_dtype
 from tokenloom.ops.experts import ExpertForm, Experts, Tensors, cast
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.runtime.torch_modes import require_eager, require_no_tangent, settled
+from tokenloom.training.parameters import EXPERT_WEIGHTS
 from tokenloom.training.pieces import Piece, RunOptions, backward_calls, cut, forward_calls, save, saved
 from tokenloom.training.shards import require_unchanged, versions
-from tokenloom.training.transfers import StreamTransfer, TransferStream
+from tokenloom.training.transfers import RunningTransfer, TransferStream
 
 DIFFERENTIABLE = 6
 """Inputs of the node that may want a gradient: x, the routes' weights, w1, w2 and their biases."""
@@ -47,6 +48,7 @@ def routed_experts(
     activation: Activation | str = SWIGLU,
     weight_layout: WeightLayout = PLAIN_WEIGHTS,
     sources: Sequence[torch.Tensor | None] = (),
+    alike: tuple[tuple[str, str], ...] = (),
 ) -> torch.Tensor:
     """Compute ``sum over k of weight_k * (w2 @ activation(w1 @ x + w1_bias) + w2_bias)`` with each token's experts.
 
@@ -68,6 +70,7 @@ def routed_experts(
         weight_layout: ``WeightLayout(transposed=True)`` for w1 [L, H, 2I] and w2 [L, I, H],
             ``WeightLayout(interleaved=True)`` for gates and ups in turns. Gradients lie alike. Nothing is copied.
         sources: DTensors of which weights and biases are the local parts. Backward raises if they change before it.
+        alike: what else all ranks must mean alike, by name.
 
     Returns:
         [T, H], dtype of x, or of autocast where that is on.
@@ -75,9 +78,10 @@ def routed_experts(
     Raises:
         InvalidArgument: the activation is unknown, or has no gates though the layout interleaves them.
         ShapeMismatch, DtypeMismatch, DeviceMismatch: a weight or a bias is not as above.
+        PlanMismatch: another rank has other weights that require grad, or something else in ``alike``.
         TokenloomError: as in ``Communicator.dispatch``.
     """
-    comm.engine.begin()
+    comm.engine.raise_known_errors()
     device, dtype = x.device.type, autocast_dtype(x.device)
     tensors: Tensors = (w1, w2, w1_bias, w2_bias)
     try:
@@ -98,8 +102,8 @@ def routed_experts(
     with torch.autocast(device, enabled=False):
         if not grad_enabled:  # inference needs no node
             needs, experts = [False] * DIFFERENTIABLE, Experts(tensors, form)
-            return _Forward(comm, options, needs, x, topk_ids, topk_weights, experts).run(meanwhile, False)
-        rest = (comm, options, form, meanwhile, grad_enabled, sources)
+            return _Forward(comm, options, needs, x, topk_ids, topk_weights, experts, alike).run(meanwhile, False)
+        rest = (comm, options, form, meanwhile, grad_enabled, sources, alike)
         return _RoutedExperts.apply(x, topk_weights, *tensors, topk_ids, *rest)
 
 
@@ -120,10 +124,11 @@ class _RoutedExperts(torch.autograd.Function):
         meanwhile: Callable[[], None] | None,
         grad_enabled: bool,
         sources: Sequence[torch.Tensor | None],
+        alike: tuple[tuple[str, str], ...],
     ) -> torch.Tensor:
         needs = [grad_enabled and wanted for wanted in ctx.needs_input_grad[:DIFFERENTIABLE]]
         experts = Experts((w1, w2, w1_bias, w2_bias), form)
-        forward = _Forward(comm, options, needs, x, topk_ids, topk_weights, experts)
+        forward = _Forward(comm, options, needs, x, topk_ids, topk_weights, experts, alike)
         out = forward.run(meanwhile, grad_enabled)
         if any(needs):
             ctx.versions = versions(sources)
@@ -152,11 +157,14 @@ class _Forward:
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         experts: Experts,
+        alike: tuple[tuple[str, str], ...],
     ) -> None:
         self.engine, self.kinds, self.options, self.needs = comm.engine, comm.kinds, options, needs
         self.x, self.topk_ids, self.topk_weights, self.experts = x, topk_ids, topk_weights, experts
         self.transfers = TransferStream(comm.engine, options.overlap)
         self.slices = cut(comm.engine, options, len(x))
+        trained = ", ".join([name for name, wanted in zip(EXPERT_WEIGHTS, needs[2:], strict=True) if wanted])
+        self.alike = (*alike, ("trained experts", trained or "none"))
         self.keeps_rows = needs[2] and not options.redispatch_in_backward
         self.pieces: list[Piece] = []
 
@@ -164,7 +172,7 @@ class _Forward:
         """Return the output, [T, H]."""
         calls = forward_calls(self.options, len(self.slices), self.x.dtype, any(self.needs))
         with self.engine.sequence(*calls):
-            if meanwhile is not None:  # first: the few blocks of a dispatch get SMs before the waiting blocks of GEMMs
+            if meanwhile is not None:  # first: then its few blocks get SMs before those of GEMMs, which wait
                 with torch.set_grad_enabled(grad_enabled):
                     meanwhile()
             return self._run()
@@ -175,7 +183,7 @@ class _Forward:
         # The first two dispatches overwrite no rows. A later one waits for the GEMMs that read what it overwrites.
         computed = [self.transfers.mark()] * 2
         handle, rows, arrival = self._begin_dispatch(0, computed[0])()
-        homecomings: list[StreamTransfer] = []
+        homecomings: list[RunningTransfer] = []
         for number, tokens in enumerate(self.slices):
             more = number + 1 < len(self.slices)
             finish = self._begin_dispatch(number + 1, computed[number + 1]) if more else None
@@ -194,14 +202,14 @@ class _Forward:
 
     def _begin_dispatch(
         self, number: int, after: torch.cuda.Event | None
-    ) -> Callable[[], tuple[Handle, torch.Tensor, StreamTransfer]]:
+    ) -> Callable[[], tuple[Handle, torch.Tensor, RunningTransfer]]:
         """Send a piece. Call the returned function to finish the dispatch before anything else travels."""
         tokens = self.slices[number]
         inputs = (self.x[tokens], self.topk_ids[tokens], self.topk_weights[tokens])
         with self.transfers.transfer(inputs, after):
             pending = self._send(number, inputs)
 
-        def finish() -> tuple[Handle, torch.Tensor, StreamTransfer]:
+        def finish() -> tuple[Handle, torch.Tensor, RunningTransfer]:
             with self.transfers.transfer((), after) as transfer:
                 handle, rows = pending.receive()
                 transfer.results += [handle, rows]
@@ -209,15 +217,19 @@ class _Forward:
 
         return finish
 
-    def _send(self, number: int, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
+    def _send(
+        self, number: int, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> Sent[tuple[Handle, torch.Tensor]]:
         """Open the dispatch of a piece."""
         capacity = self.options.pool_rows
         sizes, strategy = "exact" if capacity is None else "bounded", self.options.strategy.dispatch
         arguments = DispatchArguments("expert", 1, sizes, capacity, strategy=strategy)
         # Views last as long as one piece without a backward.
         owner = "but rows" if any(self.needs) or len(self.slices) > 1 else False
-        known, checked = self.kinds.dispatch(arguments, (*self.needs[:2], owner, False, number > 0), *inputs)
-        return self.engine.send_dispatch(known.kind, checked)
+        known, tokens = self.kinds.find_or_check_dispatch(
+            arguments, (*self.needs[:2], owner, False, number > 0, None, self.alike), *inputs
+        )
+        return self.engine.send_dispatch(known.prepared, tokens)
 
     def _compute(self, tokens: slice, handle: Handle, rows: torch.Tensor) -> torch.Tensor:
         """Run the experts on the rows of a piece, giving weighted rows [R, H]."""
@@ -248,10 +260,10 @@ class _Backward:
         self.wants_x, self.wants_weights, self.wants_w1, self.wants_w2, *self.wants_biases = wanted
         self.transfers = TransferStream(ctx.engine, ctx.options.overlap)
         self.sends_x = ctx.options.redispatch_in_backward  # the same on all ranks, even if w1 wants no gradient here
-        # Where nothing overlaps, more journeys ahead would only hold memory longer.
+        # Without overlap, sending further ahead only holds memory longer.
         self.ahead = ctx.engine.capabilities.receive_buffers if self.transfers.overlaps else 1
-        self.journeys: deque[tuple[Piece, torch.Tensor, str]] = deque()
-        self.under_way: deque[tuple[torch.Tensor, StreamTransfer]] = deque()
+        self.sends: deque[tuple[Piece, torch.Tensor, str]] = deque()
+        self.under_way: deque[tuple[torch.Tensor, RunningTransfer]] = deque()
         self.grad_x: torch.Tensor | None = None
         self.grad_weights: list[torch.Tensor] = []
         self.grad_w1: torch.Tensor | None = None
@@ -269,9 +281,9 @@ class _Backward:
         require_unchanged(self.ctx.versions)
         self.pieces, x, self.experts = saved(self.ctx)
         grad, strategy = settled(self.grad_out).contiguous(), self.options.strategy
-        self.journeys.extend((piece, grad, SWAPPED[strategy.combine]) for piece in self.pieces)
+        self.sends.extend((piece, grad, SWAPPED[strategy.combine]) for piece in self.pieces)
         if x is not None:
-            self.journeys.extend((piece, x, strategy.dispatch) for piece in self.pieces)
+            self.sends.extend((piece, x, strategy.dispatch) for piece in self.pieces)
         if self.wants_x:
             self.grad_x = torch.empty_like(grad)
 
@@ -282,7 +294,7 @@ class _Backward:
         begin = self.transfers.mark()
         for _ in range(self.ahead):
             self._dispatch_next(begin)
-        homecomings: list[StreamTransfer] = []
+        homecomings: list[RunningTransfer] = []
         for_w1: list[tuple[Piece, torch.Tensor]] = []
         for piece in self.pieces:
             grad_out, gemms = self._next_rows(), piece.gemms
@@ -318,9 +330,9 @@ class _Backward:
             self.grad_w2_bias = self.experts.grad_w2_bias(piece.gemms, grad_out, piece.row_weights, self.grad_w2_bias)
 
     def _dispatch_next(self, after: torch.cuda.Event | None) -> None:
-        if not self.journeys:
+        if not self.sends:
             return
-        piece, values, strategy = self.journeys.popleft()
+        piece, values, strategy = self.sends.popleft()
         with self.transfers.transfer((values, piece.handle), after) as transfer:
             rows = self.engine.resend(piece.handle, values[piece.tokens], "places", strategy).receive()
             transfer.results.append(rows)
@@ -333,7 +345,7 @@ class _Backward:
 
     def _bring_home(
         self, piece: Piece, grad_rows: torch.Tensor | None, grad_row_weights: torch.Tensor
-    ) -> StreamTransfer:
+    ) -> RunningTransfer:
         inputs = (grad_rows, grad_row_weights, piece.handle, self.grad_x)
         with self.transfers.transfer(inputs, self.transfers.mark()) as transfer:
             if grad_rows is not None and self.grad_x is not None:

@@ -11,7 +11,7 @@ from tokenloom.comm.engine import Engine
 from tokenloom.runtime.streams import Event, tensors_in
 
 
-class StreamTransfer:
+class RunningTransfer:
     """Block of work beside the GEMMs, and its results that another stream uses."""
 
     def __init__(self) -> None:
@@ -41,14 +41,14 @@ class TransferStream:
         return torch.cuda.current_stream(self._device).record_event() if self.overlaps else None
 
     @contextmanager
-    def transfer(self, inputs: tuple[object, ...], after: torch.cuda.Event | None) -> Iterator[StreamTransfer]:
+    def transfer(self, inputs: tuple[object, ...], after: torch.cuda.Event | None) -> Iterator[RunningTransfer]:
         """Run the block after a mark.
 
         Args:
             inputs: everything that the block reads: tensors, or tuples and dataclasses that hold tensors.
             after: mark from :meth:`mark`.
         """
-        transfer = StreamTransfer()
+        transfer = RunningTransfer()
         if not self.overlaps:
             yield transfer
             return

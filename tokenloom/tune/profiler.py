@@ -34,8 +34,8 @@ CANDIDATES = (
     *(("dispatch", strategy) for strategy in DISPATCH_STRATEGIES),
     *(("combine", strategy) for strategy in COMBINE_STRATEGIES if strategy != "per_node"),
 )
-"""What is measured. "per_node" is not: it carries the gradient of a layer's dispatch too, whose score would depend on
-it. On one node it is "dedup" by another name."""
+"""Measured strategies. "per_node" is not: it carries the gradient of a layer's dispatch too, whose score would depend
+on it. On one node it is "dedup" by another name."""
 TOKEN_BYTES = ID_BYTES = WEIGHT_BYTES = 4
 """Bytes beside each row of a dispatch: the number of its token, K ids and K weights."""
 
@@ -109,16 +109,21 @@ class Profile:
             "",
             f"{'':9}{'strategy':15}{'with GEMM ms':>13}{'alone ms':>10}{'gradient ms':>13}{'score ms':>10}{'GB/s':>9}",
         ]
-        left_out = [f"{'combine':9}{'per_node':15}    not measured"] if where.num_nodes > 1 else []
-        return "\n".join([*lines, *map(_table_line, self.rows), *left_out])
+        lines += ["{:9}{:15}{:>13}{:>10}{:>13}{:>10}{:>9}  {}".format(*cells).rstrip() for cells in self.cells()]
+        return "\n".join(lines)
 
-
-def _table_line(row: ProfileRow) -> str:
-    opening = f"{row.operation:9}{row.strategy:15}"
-    if row.score_ms is None:
-        return f"{opening}    not on this backend"
-    numbers = f"{row.with_gemm_ms:13.3f}{row.alone_ms:10.3f}{row.gradient_ms:13.3f}{row.score_ms:10.3f}"
-    return f"{opening}{numbers}{row.physical_gbytes_per_s:9.3g}{'  winner' if row.wins else ''}"
+    def cells(self) -> list[tuple[str, ...]]:
+        """Operation, strategy, times, rate and a word for each row, as tables show them."""
+        found = []
+        for row in self.rows:
+            times = (row.with_gemm_ms, row.alone_ms, row.gradient_ms, row.score_ms)
+            texts = ["-" if ms is None else f"{ms:,.3f}" for ms in times]
+            rate = "-" if row.physical_gbytes_per_s is None else f"{row.physical_gbytes_per_s:.3g}"
+            said = "not on this backend" if row.score_ms is None else "winner" if row.wins else ""
+            found.append((row.operation, row.strategy, *texts, rate, said))
+        if self.setting.num_nodes > 1:
+            found.append(("combine", "per_node", *["-"] * 5, "not measured"))
+        return found
 
 
 def profile(
@@ -249,8 +254,8 @@ class _Transfers:
         engine = self._engine
         arguments = DispatchArguments("expert", sizes="exact", strategy=strategy)
         mode = (self._x.requires_grad, self._weights.requires_grad, True, False, False)
-        known, tokens = self._kinds.dispatch(arguments, mode, self._x, self.ids, self._weights)
-        handle, rows = engine.send_dispatch(known.kind, tokens).receive()
+        known, tokens = self._kinds.find_or_check_dispatch(arguments, mode, self._x, self.ids, self._weights)
+        handle, rows = engine.send_dispatch(known.prepared, tokens).receive()
         return handle, autograd.dispatched(engine, handle, rows, self._x, self._weights)[0]
 
     def _dispatch_calls(self, strategy: str) -> Calls:

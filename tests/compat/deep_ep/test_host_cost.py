@@ -1,8 +1,8 @@
-"""What one call through the names of deep_ep asks of the driver and of torch, from its third time on.
+"""What one call through the names of deep_ep asks of the driver and of torch, from its third time on, and its way.
 
 On a GPU each operation that is no view is a kernel besides, of 3 to 10 us. What is behind the launch in a call whose
-counts the host reads costs little: the kernel runs meanwhile. A call that asks more than here has become slower; one
-that asks less should be noted here.
+counts the host reads costs little: the kernel runs meanwhile. A call that asks more than here, or passes more of the
+package's functions, has become slower; one that asks or passes less should be noted here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.python_calls import way_of
 from tests.support.stand_ins import StandIns, asked
 from tokenloom.compat import deep_ep
 
@@ -38,6 +39,16 @@ def cost(stand_ins: StandIns, call: Callable[[], Any]) -> dict[str, int]:
     found = asked(stand_ins, call)
     questions = ("raw stream", "is_current_stream_capturing", "current_stream")
     return {name: number for name, number in found.items() if name not in (*VIEWS, *questions)}
+
+
+def way(stand_ins: StandIns, call: Callable[[], Any]) -> tuple[int, int]:
+    """Calls of the package's functions, and their files, that a later call passes, as in test_python_calls.py."""
+    for _ in range(3):
+        call()
+        stand_ins.settle()
+    found = way_of(call)
+    stand_ins.settle()
+    return found.calls, len(found.files)
 
 
 def tokens_of(number: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
@@ -116,3 +127,42 @@ def test_low_latency(stand_ins: StandIns) -> None:
     assert found == LAUNCHED
     found = cost(stand_ins, lambda: buffer.low_latency_combine(y, ids, weights, handle))
     assert found == LAUNCHED | {"new_empty": 1}
+
+
+def test_way_of_normal_mode(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deep_ep.Buffer, "_is_mask", lambda *arguments: True)  # on CPUs alone
+    x, quantised, ids, weights = tokens_of(TOKENS)
+    buffer = deep_ep.Buffer(stand_ins.group())
+    per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+    given: dict[str, Any] = {
+        "num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": mask,
+        "topk_idx": ids, "topk_weights": weights,
+    }  # fmt: skip
+    assert way(stand_ins, lambda: buffer.dispatch(x, **given)) == (125, 30)
+    assert way(stand_ins, lambda: buffer.dispatch(quantised, **given)) == (130, 30)
+    handle, y = buffer.dispatch(x, **given)[4], torch.zeros(40, HIDDEN, dtype=torch.bfloat16)
+    assert way(stand_ins, lambda: buffer.dispatch(x, handle=handle)) == (79, 26)
+    assert way(stand_ins, lambda: buffer.combine(y, handle)) == (35, 22)
+
+
+def test_way_of_low_latency_mode(stand_ins: StandIns) -> None:
+    x, _, ids, weights = tokens_of(FEW)
+    buffer = deep_ep.Buffer(stand_ins.group(), low_latency_mode=True)
+    assert way(stand_ins, lambda: buffer.low_latency_dispatch(x, ids, FEW, EXPERTS)) == (51, 24)
+    handle = buffer.low_latency_dispatch(x, ids, FEW, EXPERTS)[2]
+    y = torch.zeros(LOCAL, RANKS * FEW, HIDDEN, dtype=torch.bfloat16)
+    assert way(stand_ins, lambda: buffer.low_latency_combine(y, ids, weights, handle)) == (44, 22)
+
+
+def test_way_of_rows_by_expert(stand_ins: StandIns) -> None:
+    x, _, ids, weights = tokens_of(TOKENS)
+    elastic = deep_ep.ElasticBuffer(stand_ins.group(), num_max_tokens_per_rank=TOKENS)
+    options: dict[str, Any] = {"num_experts": EXPERTS, "do_expand": True, "do_cpu_sync": False}
+    assert way(stand_ins, lambda: elastic.dispatch(x, ids, weights, **options)) == (145, 31)
+    rows, _, _, handle, _ = elastic.dispatch(x, ids, weights, **options)
+    assert way(stand_ins, lambda: elastic.combine(rows, handle)) == (36, 22)
+    hybrid = deep_ep.HybridEPBuffer(stand_ins.group(), HIDDEN, TOKENS, LOCAL)
+    given: dict[str, Any] = {"hidden": x, "topk_idx": ids, "topk_weights": weights}
+    assert way(stand_ins, lambda: hybrid.dispatch_with_permute(**given)) == (155, 31)
+    rows, *_, permuted = hybrid.dispatch_with_permute(**given)
+    assert way(stand_ins, lambda: hybrid.combine_with_unpermute(hidden=rows, handle=permuted)) == (48, 24)

@@ -82,16 +82,49 @@ def test_ids_may_change(calls: Calls) -> None:
     assert handle.dispatched.ids[0].tolist() == [0, 5]
 
 
+def said_by(call: Callable[[], Any], glance: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The error of a call, which is the one that it has where no glance lets it go unchecked."""
+    said = []
+    for sees in (True, False):
+        if not sees:
+            monkeypatch.setattr(deep_ep.Buffer, glance, lambda *arguments: None)
+        with pytest.raises(TokenloomError) as raised:
+            call()
+        said.append((type(raised.value), str(raised.value)))
+    monkeypatch.undo()
+    assert said[0] == said[1]
+    return said[0][1]
+
+
+def by_column(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with other strides."""
+    return tensor.transpose(-2, -1).contiguous().transpose(-2, -1)
+
+
 WRONG: dict[str, Callable[[Calls], dict[str, Any]]] = {
     "x": lambda calls: {"x": calls.x[:, :-1]},
     "rows": lambda calls: {"x": calls.x[None]},
+    "rows by column": lambda calls: {"x": by_column(calls.x)},
+    "short rows": lambda calls: {"x": calls.x[:, :4].contiguous()},
+    "bytes": lambda calls: {"x": calls.x.to(torch.int8)},
+    "a list of rows": lambda calls: {"x": [calls.x, calls.x]},
+    "scales of bfloat16": lambda calls: {"x": (calls.x, torch.ones(TOKENS, 2))},
+    "fewer scales": lambda calls: {"x": (calls.x.to(torch.float8_e4m3fn), torch.ones(TOKENS - 1, 2))},
     "ids": lambda calls: {"topk_idx": calls.ids.int()},
     "fewer ids": lambda calls: {"topk_idx": calls.ids[:-1]},
+    "ids by column": lambda calls: {"topk_idx": by_column(calls.ids)},
+    "ids elsewhere": lambda calls: {"topk_idx": calls.ids.to("meta")},
+    "no ids": lambda calls: {"topk_idx": None},
+    "more columns": lambda calls: {"topk_weights": torch.cat([calls.weights] * 2, 1)},
+    "weights by column": lambda calls: {"topk_weights": by_column(calls.weights)},
+    "weights elsewhere": lambda calls: {"topk_weights": calls.weights.to("meta")},
     "weights": lambda calls: {"topk_weights": calls.weights.double()},
     "no weights": lambda calls: {"topk_weights": None},
     "counts by rank": lambda calls: {"num_tokens_per_rank": torch.zeros(RANKS + 1, dtype=torch.int32)},
     "counts by expert": lambda calls: {"num_tokens_per_expert": torch.zeros(EXPERTS)},
     "counts by node": lambda calls: {"num_tokens_per_rdma_rank": torch.zeros(2, dtype=torch.int32)},
+    "no counts": lambda calls: {"num_tokens_per_expert": None},
+    "experts that ranks do not divide": lambda calls: {"num_tokens_per_expert": torch.zeros(EXPERTS + 1).int()},
     "mask": lambda calls: {"is_token_in_rank": calls.given["is_token_in_rank"].int()},
     "another mask": lambda calls: {"is_token_in_rank": ~calls.given["is_token_in_rank"]},
     "alignment": lambda calls: {"expert_alignment": 0},
@@ -101,21 +134,32 @@ WRONG: dict[str, Callable[[Calls], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_shows(calls: Calls, what: str) -> None:
+def test_what_is_wrong_shows(calls: Calls, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does in a first call, in the client's words; the next call is right again."""
-    with pytest.raises(TokenloomError, match=r"Buffer\.dispatch"):
-        calls.dispatch(**WRONG[what](calls))
+    text = said_by(lambda: calls.dispatch(**WRONG[what](calls)), "_sizes_at_a_glance", monkeypatch)
+    assert text.startswith("Buffer.dispatch: ")
     calls.stand_ins.settle()
     calls.dispatch()
 
 
-@pytest.mark.parametrize(
-    "make", [lambda calls: calls.y[:-1], lambda calls: calls.y[None], lambda calls: calls.y.tolist()]
-)
-def test_wrong_rows_show(calls: Calls, make: Callable[[Calls], Any]) -> None:
+WRONG_ROWS: dict[str, tuple[Callable[[Calls], dict[str, Any]], str]] = {
+    "fewer": (lambda calls: {"x": calls.y[:-1]}, "x is [39, 256], expected [40, 256], as was received"),
+    "in three dimensions": (lambda calls: {"x": calls.y[None]}, "x is [1, 40, 256], expected [tokens, hidden]"),
+    "a list": (lambda calls: {"x": calls.y.tolist()}, "x is a list, expected a tensor, or (fp8 tensor, scales)"),
+    "by column": (lambda calls: {"x": by_column(calls.y)}, "x has strides (1, 40), expected contiguous"),
+    "fewer weights": (lambda calls: {"topk_weights": calls.weights[:39]}, "topk_weights is [39, 2], expected [40, 2]"),
+    "config": (lambda calls: {"config": 1}, "config is an int, expected a Config or None"),
+    "handle": (lambda calls: {"handle": (1, 2)}, "handle is a tuple, expected what Buffer.dispatch returned"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_ROWS)
+def test_wrong_rows_show(calls: Calls, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that a client hands to combine."""
-    with pytest.raises(TokenloomError, match=r"Buffer\.combine"):
-        calls.buffer.combine(make(calls), calls.handle)
+    make, said = WRONG_ROWS[what]
+    given = {"x": calls.y, "handle": calls.handle, **make(calls)}
+    text = said_by(lambda: calls.buffer.combine(**given), "_fits_combine", monkeypatch)
+    assert text.startswith(f"Buffer.combine: {said}")
 
 
 def test_a_destroyed_buffer(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +213,9 @@ WRONG_AGAIN: dict[str, Callable[[Calls], dict[str, Any]]] = {
     "x": lambda calls: {"x": calls.x[:, :-1]},
     "rows": lambda calls: {"x": calls.x[:-1]},
     "a list": lambda calls: {"x": [calls.x, calls.x]},
+    "in three dimensions": lambda calls: {"x": calls.x[None]},
+    "by column": lambda calls: {"x": by_column(calls.x)},
+    "bytes": lambda calls: {"x": calls.x.to(torch.int8)},
     "ids": lambda calls: {"topk_idx": calls.ids},
     "config": lambda calls: {"config": 1},
     "handle": lambda calls: {"handle": (1, 2)},
@@ -187,11 +234,12 @@ def test_rows_again(calls: Calls, enabled: bool) -> None:
 
 
 @pytest.mark.parametrize("what", WRONG_AGAIN)
-def test_what_is_wrong_again_shows(calls: Calls, what: str) -> None:
+def test_what_is_wrong_again_shows(calls: Calls, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does the first time."""
     calls.buffer.dispatch(calls.x, calls.handle)
-    with pytest.raises(TokenloomError, match=r"Buffer\.dispatch"):
-        calls.buffer.dispatch(**{"x": calls.x, "handle": calls.handle, **WRONG_AGAIN[what](calls)})
+    given = {"x": calls.x, "handle": calls.handle, **WRONG_AGAIN[what](calls)}
+    text = said_by(lambda: calls.buffer.dispatch(**given), "_fits_again", monkeypatch)
+    assert text.startswith("Buffer.dispatch: ")
 
 
 class LowLatencyCalls(Calls):
@@ -242,6 +290,13 @@ WRONG_OF_FEW: dict[str, Callable[[LowLatencyCalls], dict[str, Any]]] = {
     "rows": lambda few: {"x": few.x[None]},
     "ids": lambda few: {"topk_idx": few.ids[:FEW].int()},
     "fewer ids": lambda few: {"topk_idx": few.ids[: FEW - 1]},
+    "rows by column": lambda few: {"x": by_column(few.x[:FEW])},
+    "ids by column": lambda few: {"topk_idx": by_column(few.ids[:FEW])},
+    "ids elsewhere": lambda few: {"topk_idx": few.ids[:FEW].to("meta")},
+    "no tensor": lambda few: {"x": None},
+    "experts in float": lambda few: {"num_experts": float(EXPERTS)},
+    "a number for a flag": lambda few: {"round_scale": 0},
+    "a list for a flag": lambda few: {"round_scale": [], "use_ue8m0": True},
     "ids in one dimension": lambda few: {"topk_idx": few.ids[0]},
     "more tokens than the client says": lambda few: {"num_max_dispatch_tokens_per_rank": FEW - 1},
     "more tokens, for which there is room": lambda few: {"x": few.x[:25], "topk_idx": few.ids[:25]},
@@ -251,25 +306,38 @@ WRONG_OF_FEW: dict[str, Callable[[LowLatencyCalls], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", WRONG_OF_FEW)
-def test_what_is_wrong_in_low_latency_shows(few: LowLatencyCalls, what: str) -> None:
+def test_what_is_wrong_in_low_latency_shows(few: LowLatencyCalls, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a first call; the next one is right again."""
-    with pytest.raises(TokenloomError, match=r"Buffer\.low_latency_dispatch"):
-        few.sent(**WRONG_OF_FEW[what](few))
+    text = said_by(lambda: few.sent(**WRONG_OF_FEW[what](few)), "_form_at_a_glance", monkeypatch)
+    assert text.startswith("Buffer.low_latency_dispatch: ")
     few.stand_ins.settle()
     few.sent()
 
 
-WRONG_HOME: dict[str, Callable[[LowLatencyCalls], dict[str, Any]]] = {
-    "rows": lambda few: {"x": few.y[:, :-1]},
-    "ids": lambda few: {"topk_idx": few.ids},
-    "weights": lambda few: {"topk_weights": few.weights},
-    "no weights": lambda few: {"topk_weights": None},
-    "result": lambda few: {"out": few.x},
-}
+WRONG_HOME: dict[str, tuple[Callable[[LowLatencyCalls], dict[str, Any]], str]] = {
+    "rows": (lambda few: {"x": few.y[:, :-1]}, "x is [4, 79, 256], expected [4, 80, 256]"),
+    "rows by column": (lambda few: {"x": by_column(few.y)}, "x has strides (20480, 1, 80), expected contiguous"),
+    "ids": (lambda few: {"topk_idx": few.ids}, "topk_idx is [1024, 2], expected [20, 2]"),
+    "ids elsewhere": (lambda few: {"topk_idx": few.ids[:FEW].to("meta")}, "topk_idx is on meta, x is on cpu"),
+    "weights": (lambda few: {"topk_weights": few.weights}, "topk_weights is [1024, 2], expected [20, 2]"),
+    "weights in float64": (
+        lambda few: {"topk_weights": few.weights[:FEW].double()}, "topk_weights is torch.float64, expected"
+    ),
+    "weights by column": (
+        lambda few: {"topk_weights": by_column(few.weights[:FEW])},
+        "topk_weights has strides (1, 20), expected contiguous; pass topk_weights.contiguous()",
+    ),
+    "weights elsewhere": (
+        lambda few: {"topk_weights": few.weights[:FEW].to("meta")}, "topk_weights is on meta, x is on cpu"
+    ),
+    "no weights": (lambda few: {"topk_weights": None}, "topk_weights is a NoneType, expected a tensor"),
+    "result": (lambda few: {"out": few.x}, "out is [1024, 256], expected [20, 256]"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG_HOME)
-def test_what_is_wrong_at_home_shows(few: LowLatencyCalls, what: str) -> None:
+def test_what_is_wrong_at_home_shows(few: LowLatencyCalls, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a combine in low-latency mode is given."""
-    with pytest.raises(TokenloomError, match=r"Buffer\.low_latency_combine"):
-        few.brought(**WRONG_HOME[what](few))
+    make, said = WRONG_HOME[what]
+    text = said_by(lambda: few.brought(**make(few)), "_fits_low_latency_combine", monkeypatch)
+    assert text.startswith(f"Buffer.low_latency_combine: {said}")

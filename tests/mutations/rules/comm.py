@@ -12,10 +12,10 @@ HANDSHAKE = (
       "a call of one thread waits behind that of another, in an order that other ranks need not have",
       "runtime.turns:Turn.enter", "fault = refusal()", "fault = None",
       "tests/comm/test_threads.py::test_calls_at_once"),
-    M("a-transform-goes-the-plain-way", "a call that torch transforms is made", "comm.engine:Engine.is_plain",
+    M("a-transform-goes-the-plain-way", "a call that torch transforms is made", "comm.engine:Engine.needs_no_sequence",
       "current_transforms() is None", "True", "tests/comm/test_torch_modes.py::test_a_transform_on_one_rank_is_told"),
     M("a-transform-around-what-is-told", "a fault is told under the transform that it is about",
-      "comm.engine:Sequence.__exit__", "is_eager()", "True",
+      "runtime.telling:Telling.__exit__", "is_eager()", "True",
       "tests/comm/test_torch_modes.py::test_a_transform_on_one_rank_is_told"),
     M("freed-memory-is-read", "a tensor whose storage was freed is sent", "comm.checks:require_tensor",
       "not has_memory(value)", "False", "tests/comm/test_torch_modes.py::test_tensors_without_memory_of_their_own"),
@@ -109,7 +109,8 @@ HALVES = (
       "comm.calls:DispatchCall.receive", "nullcontext() if is_grad_enabled() else torch.enable_grad()",
       "nullcontext()", f"{PENDING_TESTS}test_gradients"),
     M("no-graph-of-combine-without-grad-mode",
-      "the second half of a combine under no_grad loses the graph of the first", "comm.autograd:_Home.receive",
+      "the second half of a combine under no_grad loses the graph of the first",
+      "comm.autograd:_SentWithGraph.receive",
       "torch.enable_grad()", "torch.set_grad_enabled(torch.is_grad_enabled())", f"{PENDING_TESTS}test_gradients"),
 )
 

@@ -5,8 +5,20 @@ from __future__ import annotations
 from tests.mutations.mutation import M
 
 # fmt: off
-TELL, EXIT = "comm.engine:Engine._tell", "comm.engine:Sequence.__exit__"
+TELL, EXIT = "comm.engine:Engine.report_fault", "comm.engine:Sequence.__exit__"
+RULE = "runtime.telling:Telling.__exit__"
 ENGINE = "tests/comm/test_engine.py::test_"
+
+TELLING = "tests/runtime/test_telling.py::test_"
+
+BLOCKS = (
+    M("told-from-outside", "each block around a fault tells it too", RULE, "fault is None or is_known_to_all(fault)",
+      "fault is None", f"{TELLING}the_innermost_tells"),
+    M("interruptions-wait-for-the-others", "a rank that is interrupted waits until the others have heard of it", RULE,
+      "not isinstance(fault, Exception)", "False", f"{TELLING}an_interruption_ends_the_group"),
+    M("told-under-a-transform", "a fault is told with bytes that a mode of torch has made", RULE, "is_eager()", "True",
+      f"{TELLING}told_outside_of_a_transform"),
+)
 
 SEQUENCES = (
     M("told-by-what-is-open", "a fault is told by a call that is open already", "comm.engine:Sequence.opened",
@@ -17,9 +29,9 @@ SEQUENCES = (
     M("told-behind-the-fault-of-another",
       "a rank tells its fault though an open call says that another one has failed", TELL, "is_known_to_all(other)",
       "False", f"{ENGINE}another_rank_failed_too"),
-    M("what-all-know-is-told", "a rank tells the others what all of them raise", EXIT, "not is_known_to_all(fault)",
-      "True", f"{ENGINE}what_all_ranks_know_is_not_told"),
-    M("told-by-every-sequence", "each sequence around a fault tells it once more", TELL,
+    M("what-all-know-is-told", "a rank tells the others what all of them raise", RULE,
+      "fault is None or is_known_to_all(fault)", "fault is None", f"{ENGINE}what_all_ranks_know_is_not_told"),
+    M("told-by-every-sequence", "each sequence around a fault tells it once more", RULE,
       "fault.known_to_all = True", "pass", f"{ENGINE}a_fault_is_told_by_the_innermost_alone"),
     M("one-call-is-told", "a backend hears of the next call alone, and not of those behind it", TELL,
       "self._backend.report_fault(fault, sequence.upcoming)",
@@ -69,6 +81,18 @@ BACKENDS = (
     M("a-fault-beside-a-new-buffer", "a rank tells a fault while the others raise what an earlier call left", REPORT,
       "first.awaited or not self._has_buffers(first)", "first.awaited",
       f"{HOST}a_bad_call_behind_an_unread_overflow[wire]"),
+    M("a-first-reweighting-makes-no-buffer",
+      "a rank tells a fault of its first weights apart while the others raise what an earlier call left",
+      "comm.calls:ReweightCall.upcoming",
+      "Upcoming(self.name, options, torch.float32.itemsize, width=None if width == plan.hidden else width)",
+      "Upcoming(self.name)", f"{HOST}a_bad_call_behind_an_unread_overflow[first reweighted]"),
+    M("first-rows-of-a-dtype-make-no-buffer",
+      "a rank tells a fault of its first rows of a dtype while the others raise what an earlier call left",
+      "comm.calls:ResendCall.upcoming", "isinstance(routed, Routed) and isinstance(x, torch.Tensor)", "False",
+      f"{HOST}a_bad_call_behind_an_unread_overflow[first wide rows again]"),
+    M("narrow-rows-need-no-buffer", "narrow rows seem to arrive in the buffer of usual ones",
+      "backends.peers.buffers:Buffers.has_for_dispatch", "width is not None", "False",
+      f"{HOST}a_first_reweighting_has_a_buffer_of_its_own"),
     M("nodes-open-behind-an-awaited-call",
       "between nodes a rank with a fault opens calls behind one that the others wait for",
       "backends.nodes.backend:NodesBackend.report_fault", "call.awaited or self._checked", "self._checked",
@@ -119,12 +143,11 @@ ENDINGS = (
       "runtime.rank_group:RankGroup.abort", "self._siblings.part(self.notes, PeerError(self.rank, why))", "pass",
       WITHIN),
     M("known-faults-end-the-group", "an error that all ranks raise ends the group",
-      "runtime.rank_group:RankGroup.telling", "not is_known_to_all(fault)", "True",
-      ENDS),
+      RULE, "fault is None or is_known_to_all(fault)", "fault is None", ENDS),
     M("failed-and-told-again", "a fault that has ended the group is told once more",
-      "runtime.rank_group:RankGroup.telling", "fault.known_to_all = True", "pass", ENDS),
+      RULE, "fault.known_to_all = True", "pass", ENDS),
     M("interrupted-in-an-agreement", "a rank that is interrupted before it agrees tells nobody",
-      "runtime.rendezvous:agree", "ranks.whole.abort(interruption)", "pass",
+      "runtime.rendezvous:agreeing", "Telling(tell, whole.abort)", "Telling(tell, repr)",
       "tests/runtime/test_rendezvous.py::test_an_interrupted_rank_ends_the_group"),
     M("interrupted-in-a-backend", "a rank that is interrupted while it makes a backend tells nobody",
       "backends.registry:_try", "ranks.abort(interruption)", "pass",
@@ -138,16 +161,24 @@ GROWING = "tests/comm/test_communicators_by_shape.py::test_a_fault_comes_before_
 
 GROWTH = (
     M("no-room-and-silent", "a rank that needs another communicator makes it without a word",
-      "comm.communicators_by_shape:Communicators.run", "self._announce(found or self._last, tokens)", "pass",
+      "comm.communicators_by_shape:Communicators.run", "self._last is not None", "False",
       "tests/comm/test_communicators_by_shape.py::test_a_layer_whose_batches_grow"),
     M("growth-in-spite-of-a-fault", "a rank that needs room goes to make more though another one has failed",
-      "comm.communicators_by_shape:Communicators._announce", "not means_growth(error.reason)", "False", GROWING),
+      "comm.communicators_by_shape:Communicators.run", "not means_growth(error.reason)", "False", GROWING),
     M("no-room-is-any-fault", "the others take a rank that needs room for one that has failed",
       "comm.communicators_by_shape:Communicators.run", "not means_growth(error.reason)", "True",
       "tests/comm/test_communicators_by_shape.py::test_a_layer_whose_batches_grow"),
+    M("announced-elsewhere", "a rank whose shape is new says so where a rank with a fault tells nobody",
+      "comm.communicators_by_shape:Communicators.run",
+      "self._opening(None, Upcoming('dispatch', awaited=True), shape, device)",
+      "self._opening(None, Upcoming('dispatch', awaited=True), UNKNOWN, device)",
+      "tests/comm/test_communicators_by_shape.py::test_a_new_shape_is_announced_where_its_faults_are_told"),
+    M("interrupted-checks", "a rank that is interrupted while it checks a call lets the others wait in it",
+      "comm.communicators_by_shape:Communicators.report_faults_of", "Telling(tell, tell)", "Telling(tell, repr)",
+      "tests/comm/test_communicators_by_shape.py::test_an_interrupted_check_ends_the_group"),
     M("nobody-to-tell", "a fault before the first communicator is not told",
-      "comm.communicators_by_shape:Communicators.report", "agree(self.meeting(device), raising(fault), MAKING)",
-      "agree(self.meeting(device), lambda: ({}, None), MAKING)",
+      "comm.communicators_by_shape:Communicators._opening", "agreeing(self.meeting(device), MAKING)",
+      "Telling(repr, repr)",
       "tests/compat/deep_ep/test_normal.py::test_dispatch_fault"),
     M("room-is-not-what-it-says", "the need of more room has the name of another fault", "runtime.openings:encode",
       "f'{type(fault).__name__}: {fault}'", "f'{type(fault).__mro__[1].__name__}: {fault}'",
@@ -160,19 +191,20 @@ AGREEMENTS = (
     M("agreed-in-spite-of-a-fault", "ranks agree though one of them could not take part", "runtime.rendezvous:agree",
       "reason is not None", "False", f"{MEETING}errors_of_others_are_known"),
     M("agreed-faults-are-told-again", "a fault that all ranks heard of when they agreed is told once more",
-      "runtime.rendezvous:agree", "fault.known_to_all = True", "pass", f"{MEETING}own_fault_is_known_afterwards"),
-    M("others-come-first", "a rank raises the fault of another one instead of its own", "runtime.rendezvous:agree",
-      "fault is not None", "False", f"{MEETING}own_fault_is_known_afterwards"),
-    M("a-fault-agrees", "a rank that cannot take part agrees with the others", "runtime.rendezvous:raising",
-      "raise fault", "return {}, None", "tests/compat/test_bad_calls.py::test_options_of_a_layer", num_ranks=4),
+      RULE, "fault.known_to_all = True", "pass", f"{MEETING}own_fault_is_known_afterwards"),
+    M("others-come-first", "a rank raises the fault of another one instead of its own",
+      "runtime.rendezvous:agreeing", "whole.all_gather_object((f'{type(fault).__name__}: {fault}', {}, None), phase)",
+      "raise PeerError(1, 'theirs')", f"{MEETING}own_fault_is_known_afterwards"),
+    M("a-fault-agrees", "a rank that cannot take part agrees with the others", "runtime.rendezvous:agreeing",
+      "(f'{type(fault).__name__}: {fault}', {}, None)", "(None, {}, None)",
+      "tests/compat/test_bad_calls.py::test_options_of_a_layer", num_ranks=4),
     M("made-under-a-transform", "the others wait for a communicator that one rank makes under a transform of torch",
-      "comm.communicator:_require_eager", "agree(ranks, raising(fault), MAKING)",
-      "agree(ranks, lambda: ({}, None), MAKING)",
+      "comm.communicator:Communicator.__init__", "nullcontext() if rejoin else agreeing(ranks, MAKING)",
+      "nullcontext()",
       "tests/comm/test_torch_modes.py::test_a_transform_on_one_rank_is_told[fake]", num_ranks=4),
     M("two-threads-make-one", "a thread makes a communicator while another one is in a call of its process group",
       "comm.communicators_by_shape:Communicators._make",
-      "raising(in_turn) if in_turn else lambda: (shape._asdict(), mine)",
-      "lambda: (shape._asdict(), mine)", "tests/comm/test_threads.py::test_a_thread_that_makes_the_first_communicator",
+      "in_turn is not None", "False", "tests/comm/test_threads.py::test_a_thread_that_makes_the_first_communicator",
       num_ranks=4),
 )
 
@@ -193,4 +225,54 @@ VERDICTS = (
       f"{REGISTRY}a_rank_that_fails_between_two_steps[1]", num_ranks=4),
 )
 
-MUTATIONS = SEQUENCES + LAYERS + BACKENDS + LAUNCHES + ENDINGS + GROWTH + AGREEMENTS + VERDICTS
+FAULTY = "tests/training/test_faults.py::test_"
+
+DIFFERENCES = (
+    M("frozen-alone", "a rank has frozen parameters of a layer, and the others wait for its gradients",
+      "training.layer:ExpertParallelMoE._forward", "('trained parameters', trained or 'none')",
+      "('trained parameters', 'none')", f"{FAULTY}frozen_on_one_rank"),
+    M("frozen-experts-alone", "a rank has frozen experts that the others train",
+      "training.routed_experts:_Forward.__init__", "(*alike, ('trained experts', trained or 'none'))", "alike",
+      f"{FAULTY}experts_frozen_on_one_rank"),
+    M("ids-given-alone", "a rank gives a layer ids, and the others choose",
+      "training.layer:ExpertParallelMoE._forward", "_GIVEN[topk_ids is not None]", "_GIVEN[0]",
+      f"{FAULTY}routes_given_on_one_rank"),
+    M("weights-given-alone", "a rank gives a layer weights, and the others learn them",
+      "training.layer:ExpertParallelMoE._forward", "_GIVEN[topk_weights is not None]", "_GIVEN[0]",
+      f"{FAULTY}routes_given_on_one_rank"),
+    M("a-dispatch-leaves-out-what-layers-mean", "a dispatch does not say what ranks must mean alike in its layer",
+      "backends.handshake:dispatch_fields", "dict(kind.alike)", "{}", f"{FAULTY}frozen_on_one_rank"),
+    M("a-sum-leaves-out-what-layers-mean", "a sum of losses does not say what ranks must mean alike in its layer",
+      "training.gradients:_SumOverRanks.forward", "alike = dict(others)", "alike = {}",
+      f"{FAULTY}frozen_on_one_rank"),
+    M("summed-with-a-fault", "ranks sum their losses though the router of one of them has failed",
+      "runtime.rank_group:RankGroup.all_reduce_sums", "fault is not None", "False",
+      f"{FAULTY}a_router_is_told_in_the_sum_of_losses"),
+)
+
+WIDTHS = (
+    M("narrow-rows-look-like-others", "between nodes a rank that sends weights alone looks as if it sent rows",
+      "backends.nodes.backend:NodesBackend._repeat", "width is None", "True",
+      "tests/backends/test_gin.py::test_narrow_rows_say_their_width"),
+)
+
+CONSTRUCTORS = (
+    M("experts-made-alone", "experts for which a rank has no memory are made by the others",
+      "training.expert_module:RoutedExperts.__init__", "agree(comm.engine.ranks, prepare, 'making RoutedExperts')[0]",
+      "prepare()[1]", f"{FAULTY}a_layer_without_memory"),
+    M("a-layer-made-alone", "a layer for whose router a rank has no memory is made by the others",
+      "training.layer:ExpertParallelMoE.__init__", "agree(comm.engine.ranks, prepare, 'making an ExpertParallelMoE')",
+      "prepare()", f"{FAULTY}a_layer_without_memory", f"{FAULTY}a_warning_that_is_an_error"),
+    M("no-memory-is-told-to-nobody", "a rank tells of wrong arguments of a communicator, and of no other fault",
+      "comm.communicator:Communicator.__init__", "fault = error",
+      "fault = error if isinstance(error, InvalidArgument) else [][0]",
+      "tests/comm/test_errors.py::test_a_constructor_without_memory"),
+    M("no-memory-for-more-words", "a rank without memory for words behind an opening lets the others wait",
+      "runtime.rank_group:RankGroup._gather_words", "self.telling()", "Telling(repr, repr)",
+      "tests/runtime/test_rank_group.py::test_no_memory_for_words_that_follow", num_ranks=4),
+)
+
+RANKS_THAT_DIFFER = DIFFERENCES + WIDTHS + CONSTRUCTORS
+MUTATIONS = (
+    BLOCKS + RANKS_THAT_DIFFER + SEQUENCES + LAYERS + BACKENDS + LAUNCHES + ENDINGS + GROWTH + AGREEMENTS + VERDICTS
+)

@@ -17,7 +17,7 @@ MUTATIONS = (
       f"{TESTS}test_reweighted"),
     M("weights-of-a-combine-ignored",
       "a combine multiplies by the weights of the dispatch, though it was given others",
-      "comm.communicator:Communicator._own_terms",
+      "comm.communicator:Communicator._prepare_terms",
       "ReweightCall(self, self.kinds, routed, topk_weights, without_lost=True).run()",
       "routed if routed._weighted else ReweightCall(self, self.kinds, routed, topk_weights, without_lost=True).run()",
       f"{TESTS}test_weights_of_a_combine"),

@@ -13,6 +13,14 @@ FINISHED = (
     "self.launch(kernel, kind, half.dispatch, status=half.status, blocks=half.blocks, "
     "repeats=half.repeats, finishes=half)"
 )
+BACK_TO_BACK = "tests/kernels/test_network_kernels.py::test_calls_back_to_back"
+IN_TIME = "tests/kernels/test_network_kernels.py::test_a_rank_that_makes_no_call"
+"""Where ranks that wait for what never comes give up."""
+SPEEDS = "tests/kernels/test_network_kernels.py::test_calls_at_other_speeds"
+PUT = "device/transport/gin.cuh:RailTransport::put"
+PUT_CHUNKS = "kernels/dispatch/nodes.cuh:put_chunks"
+FORWARD = "kernels/dispatch/nodes.cuh:forward_rows"
+SEND_SUMS = "kernels/combine/combine_network.cuh:send_sums"
 
 MUTATIONS = (
     M("gin-is-always-proxy", "GIN's type is stated, not asked for",
@@ -122,4 +130,22 @@ MUTATIONS = (
     M("faults-are-forgotten-between-kernels", "the receiving kernel of a rank with a fault waits as if it had none",
       "backends.peers.opening:Launcher.finish", FINISHED, FINISHED.replace("half.status", "0"),
       f"{HALVES}::test_a_fault_while_a_call_is_open", num_ranks=4),
+    M("empty-chunks-stay-home", "a chunk without bytes has no signal", PUT,
+      "if (bytes == 0) net.signal(team, peer, action, ncclCoopThread(), where);", "if (bytes == 0) return;",
+      IN_TIME, num_ranks=4),
+    M("signals-begin-anew", "each call waits for signals as the first one did", FORWARD, "before + c + 1", "c + 1",
+      BACK_TO_BACK, num_ranks=4),
+    M("one-region-to-put-from", "puts of all dispatches come from the same region", PUT_CHUNKS,
+      "rail.region(rail.put_from, part, node)", "rail.region(rail.put_from, 0, node)", BACK_TO_BACK, num_ranks=4),
+    M("flags-ahead-of-forwarded-rows", "flags of a source are raised ahead of its rows", FORWARD,
+      "int32* slots =", "raise_done<Shape>(args, shared, neighbours, source); int32* slots =", BACK_TO_BACK,
+      num_ranks=4),
+    M("forwarders-wait-for-nobody", "a combine sends the sums of a node without its neighbours' partial sums",
+      SEND_SUMS, "if (!wait_for_blocks<Shape::num_ranks, Shape::threads>(args.call, flags, args.max_chunks, "
+      "args.send_blocks, neighbours, kPhasePartials)) return Opened::kExpired;", "", BACK_TO_BACK, num_ranks=4),
+    M("the-first-sums-are-all", "a signal is taken for all of a combine's chunks",
+      "kernels/combine/combine_network.cuh:await_home", "before + rail.chunks", "before + 1", SPEEDS, num_ranks=4),
+    M("one-turn-of-regions", "calls that may be under way at once arrive in the same regions",
+      "kernels.common.rail:Regions.fill", "self.num_nodes * self.region_bytes",
+      "self.num_nodes * self.region_bytes * (traffic == 0)", SPEEDS, num_ranks=4),
 )

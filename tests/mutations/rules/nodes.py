@@ -77,7 +77,7 @@ TRAVEL = (
       "(*ranks[rail:], *ranks[:rail])", "(ranks[rail],)", f"{NETWORK}::test_neighbours_stand_in",
       f"{NETWORK}::test_a_node_is_masked", num_ranks=4),
     M("order-of-forwarders", "rows lie in the order of the ranks that forwarded them", f"{INSIDE}.hand_out",
-      "arrange(arrived, came, wanted)", "arrived", f"{NETWORK}::test_three_nodes", num_ranks=4),
+      "arrange(arrived, came, wanted)", "arrived", f"{NETWORK}::test_six_ranks[plain-2]", num_ranks=4),
 )
 
 LATE = (

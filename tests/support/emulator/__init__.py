@@ -169,6 +169,11 @@ class Emulator:
         with self.lock:
             self._core.emulator_slow_copies(ctypes.c_uint64(slowness))
 
+    def slow_network(self, slowness: int) -> None:
+        """Let puts take a step every so many turns: usually 64."""
+        with self.lock:
+            self._core.emulator_slow_network(ctypes.c_uint64(slowness))
+
     def kill(self, rank: int) -> None:
         """End all kernels of a rank in the middle of what they do."""
         with self.lock:

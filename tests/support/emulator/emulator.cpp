@@ -112,6 +112,8 @@ std::vector<Stream> streams;
 std::deque<Fiber*> ready;
 std::vector<std::shared_ptr<Copy>> copies;
 uint64_t copy_slowness = 1;  // a copy makes a step every so many turns
+constexpr uint64_t kPutSlowness = 64;
+uint64_t put_slowness = kPutSlowness;  // the same of a put
 std::unordered_map<const uint64_t*, std::vector<Fiber*>> at_barriers;  // who waits for its phase to end
 std::vector<Put> on_their_way;  // in the order in which they were issued
 std::map<std::pair<uint64_t, uint32_t>, std::vector<unsigned char>> posted;  // to all-to-alls, by number and rank
@@ -299,7 +301,7 @@ void step_copies() {
 // The payload of a put lands, or its signal, if no payload before it is missing. The network takes its time: what is put
 // from is read as late, or at once.
 void step_puts() {
-    if (on_their_way.empty() || chance() % 64 != 0) return;
+    if (on_their_way.empty() || chance() % put_slowness != 0) return;
     const size_t i = chance() % on_their_way.size();
     Put& put = on_their_way[i];
     if (!put.landed) {
@@ -481,6 +483,7 @@ void emulator_reset(unsigned num_streams, uint64_t seed) {
     copies.clear();
     at_barriers.clear();
     copy_slowness = 1;
+    put_slowness = kPutSlowness;
     on_their_way.clear();
     posted.clear();
     chance.seed(seed);
@@ -489,6 +492,8 @@ void emulator_reset(unsigned num_streams, uint64_t seed) {
 void emulator_slow_down(unsigned stream, uint64_t slowness) { streams[stream].slowness = slowness; }
 
 void emulator_slow_copies(uint64_t slowness) { copy_slowness = slowness; }
+
+void emulator_slow_network(uint64_t slowness) { put_slowness = slowness; }
 
 void emulator_launch(unsigned stream, void (*run)(const void*), const void* args, size_t args_bytes, unsigned blocks,
                      unsigned threads, unsigned cluster, size_t shared_bytes) {

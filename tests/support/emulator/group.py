@@ -365,6 +365,9 @@ class Meeting:
     def all_gather(self, row: torch.Tensor, phase: str, *, opens: bool = False) -> torch.Tensor:
         return torch.stack(self.all_gather_object(row, phase))
 
+    def abort(self, fault: BaseException) -> None:
+        here.group.meeting.abort()  # wakes those that wait
+
 
 class FakeStream:
     """The stream of a rank."""
@@ -516,7 +519,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
         for owner, name, value in (
             (kernel.Kernel, "__init__", FakeKernel.__init__),
             (kernel.Kernel, "launch", FakeKernel.launch),
-            (kernel.Kernel, "early", False),
+            (kernel.Kernel, "overlaps_previous", False),
             (backend_module, "SymmetricBuffer", FakeBuffer),
             (buffers, "SymmetricBuffer", FakeBuffer),
             (nodes_memory, "SymmetricBuffer", FakeBuffer),

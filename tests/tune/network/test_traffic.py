@@ -127,10 +127,10 @@ def test_imbalance_is_the_busiest_over_the_average() -> None:
     cluster = Cluster(2, 2, 4, 1)
     none = np.empty((0, 1), dtype=np.int64)
     found = counted(cluster, [none, np.full((6, 1), 2), none, none])["node"]
-    assert (found.nic_imbalance, found.rail_imbalance, found.nvlink_imbalance) == (4.0, 2.0, 4.0)
+    assert found.imbalance == {"nic": 4.0, "rail": 2.0, "nvlink": 4.0}
     even = counted(cluster, [np.array([[2], [3]])] * 2 + [np.array([[0], [1]])] * 2)["node"]
-    assert (even.nic_imbalance, even.rail_imbalance, even.nvlink_imbalance) == (1.0, 1.0, 1.0)
-    assert counted(cluster, [none] * 4)["node"].nic_imbalance == 1.0, "nothing is moved, evenly"
+    assert even.imbalance == {"nic": 1.0, "rail": 1.0, "nvlink": 1.0}
+    assert counted(cluster, [none] * 4)["node"].imbalance["nic"] == 1.0, "nothing is moved, evenly"
 
 
 def test_experts_fill_up_the_ranks() -> None:

@@ -124,12 +124,12 @@ class NodesBackend:
 
     def prepare_dispatch(self, kind: DispatchKind) -> PreparedDispatch:
         if kind.options.sizes == "bounded":
-            return self.prepared(kind)
+            return self.find_or_prepare(kind)
         require_no_host_read(True, "sizes='exact'")
         check(self._shared, kind)
         return ExactHalves(self, kind)
 
-    def prepared(
+    def find_or_prepare(
         self, kind: DispatchKind, repeats: bool = False, user_options: DispatchOptions | None = None
     ) -> NodesDispatch:
         """Dispatches of one kind with bounded sizes.
@@ -159,9 +159,9 @@ class NodesBackend:
             found = self._combines[kind] = NodesCombine(self._launcher, kind, number, self._checked)
         return found
 
-    def ready(self, waits: bool = False) -> int | None:
+    def ready_stream(self, waits: bool = False) -> int | None:
         if self._shared.overflow is None:
-            stream = self._launcher.ready(0 if waits else CALLS_IN_FLIGHT)
+            stream = self._launcher.ready_stream(0 if waits else CALLS_IN_FLIGHT)
             if stream is not None:
                 return stream
         self.check("nothing")
@@ -198,21 +198,28 @@ class NodesBackend:
         unit = torch.bfloat16 if 2 * hidden >= values[:0].new_empty(width).nbytes else torch.float32
         words = hidden * unit.itemsize // 4
         wide = torch.nn.functional.pad(values, (0, words - width)).view(unit)
-        return _Each(self._send_rows(handle, wide), lambda rows: rows.view(torch.float32)[:, :width])
+        return _Each(self._send_rows(handle, wide, width), lambda rows: rows.view(torch.float32)[:, :width])
 
-    def _send_rows(self, handle: PeerHandle, values: Rows) -> Sent[tuple[PeerHandle, torch.Tensor]]:
-        """Values once for each (token, rank), with room for the most that there may be."""
+    def _send_rows(
+        self, handle: PeerHandle, values: Rows, width: int | None = None
+    ) -> Sent[tuple[PeerHandle, torch.Tensor]]:
+        """Values once for each (token, rank), with room for the most that there may be.
+
+        Args:
+            width: float32 values in a row that mean something; None: all.
+        """
         most = self.plan.worst_case_rows("token")
-        return self._repeat(DispatchOptions("token", 1, "bounded", most), handle, values)
+        return self._repeat(DispatchOptions("token", 1, "bounded", most), handle, values, width)
 
     def _repeat(
-        self, options: DispatchOptions, handle: PeerHandle, values: Rows
+        self, options: DispatchOptions, handle: PeerHandle, values: Rows, width: int | None = None
     ) -> Sent[tuple[PeerHandle, torch.Tensor]]:
         require_no_host_read(self._checked, "checked=True")
         x, scales = values if isinstance(values, tuple) else (values, None)
         tokens = Tokens(x, scales, handle.ids(), None)
-        kind = DispatchKind(options, x.dtype, tokens.topk_ids.dtype, with_scales=scales is not None)
-        return self.prepared(kind, repeats=True).send(tokens)
+        alike = () if width is None else (("width", str(width)),)  # the kernel's rows do not tell
+        kind = DispatchKind(options, x.dtype, tokens.topk_ids.dtype, with_scales=scales is not None, alike=alike)
+        return self.find_or_prepare(kind, repeats=True).send(tokens)
 
     def send_weight_gradients(self, handle: PeerHandle, grad: torch.Tensor) -> Sent[torch.Tensor]:
         """A combine of short rows: each gradient comes from one rank, and the others have zeros, so sums are exact."""

@@ -38,7 +38,7 @@ from tokenloom.backends.seam import (
     Upcoming,
     Wait,
 )
-from tokenloom.errors import BackendUnavailable, InvalidArgument, KernelCompileError
+from tokenloom.errors import BackendUnavailable, InvalidArgument, KernelCompileError, raised_by_all
 from tokenloom.jit.compiler import load_nvrtc
 from tokenloom.jit.kernel import Kernel, load_driver
 from tokenloom.kernels.barrier.launch import BarrierVariant
@@ -55,7 +55,7 @@ T = TypeVar("T")
 ALONE = 2
 """Times as many SMs for a combine beside which nothing is computed, of at most half: NCCL, too, waits for SMs."""
 NUMBER_BITS = 40
-"""More calls than there are before ranks come back."""
+"""Bits of a call number that count calls since ranks last came back."""
 CAPABILITIES = Capabilities(
     layouts=("token", "expert", "rank", "slots"),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
@@ -95,9 +95,9 @@ class NvlinkBackend:
         self._late: LateRanks | None = None
         if ranks.masks_late:
             self._mask_late_ranks()
-        self._begin()
+        self._make_memory()
 
-    def _begin(self, first_call: int = 0, known_losses: int | None = None) -> None:
+    def _make_memory(self, first_call: int = 0, known_losses: int | None = None) -> None:
         """Make memory that all ranks which take part share, and all that knows where it is. Collective.
 
         Args:
@@ -137,9 +137,9 @@ class NvlinkBackend:
             return CombineUntilDone(self._late, self, kind)
         return self._combiner.prepare(kind, number)
 
-    def ready(self, waits: bool = False) -> int | None:
+    def ready_stream(self, waits: bool = False) -> int | None:
         if self._late is None and self._dispatcher.shared.overflow is None:
-            stream = self._launcher.ready(0 if waits else CALLS_IN_FLIGHT)
+            stream = self._launcher.ready_stream(0 if waits else CALLS_IN_FLIGHT)
             if stream is not None:
                 return stream
         self.check("nothing")
@@ -154,12 +154,12 @@ class NvlinkBackend:
         owner: OutputOwner = False,
         stream: int | None = None,
     ) -> Sent[Rows]:
-        return self._sent(lambda: self._dispatcher.resend(handle, values, to, strategy, owner, stream))
+        return self._send_until_done(lambda: self._dispatcher.resend(handle, values, to, strategy, owner, stream))
 
     def send_weight_gradients(self, handle: PeerHandle, grad: torch.Tensor) -> Sent[torch.Tensor]:
-        return self._sent(lambda: self._combiner.send_weight_gradients(handle, grad))
+        return self._send_until_done(lambda: self._combiner.send_weight_gradients(handle, grad))
 
-    def _sent(self, send: Callable[[], Sent[T]]) -> Sent[T]:
+    def _send_until_done(self, send: Callable[[], Sent[T]]) -> Sent[T]:
         return send() if self._late is None else self._late.until_done(send)
 
     @property
@@ -180,7 +180,7 @@ class NvlinkBackend:
         before.close(self._buffers.take_all())
         numbers = self._ranks.all_gather_object(before.num_calls, PHASE)
         first_call = max(number for number in numbers if number is not None)
-        self._begin(first_call, before.outcomes.known_losses)
+        self._make_memory(first_call, before.outcomes.known_losses)
         self._dispatcher.shared.overflow = overflow
 
     def fused_layer(self, num_shared_experts: int) -> FusedLayerCalls:
@@ -213,12 +213,12 @@ class NvlinkBackend:
         if isinstance(options, CombineOptions):
             return self._buffers.has_for_combine(options, call.split)
         if isinstance(options, DispatchOptions):
-            return self._buffers.has_for_dispatch(options, call.value_bytes)
+            return self._buffers.has_for_dispatch(options, call.value_bytes, call.width)
         return True
 
     @property
     def members(self) -> NvlinkBackend:
-        """Itself, since its memory is made anew with them."""
+        """The backend itself: taking ranks back makes its memory anew."""
         return self
 
     @property
@@ -238,9 +238,9 @@ class NvlinkBackend:
         """
         self._require_no_capture()
         if self._buffers.fused:
-            error = InvalidArgument("a MegaMoE cannot take ranks back; make the layer again, on all ranks")
-            error.known_to_all = True
-            raise error
+            raise raised_by_all(
+                InvalidArgument("a MegaMoE cannot take ranks back; make the layer again, on all ranks")
+            )
         self._launcher.finish_all()  # all ranks have the same halves open
         self._launcher.settle(0)
         before = self._ranks.met_at
@@ -249,7 +249,7 @@ class NvlinkBackend:
             return
         self._launcher.close(self._buffers.take_all())
         try:
-            self._begin()
+            self._make_memory()
         except Exception as fault:
             self._ranks.abort(fault)
             raise
@@ -263,7 +263,7 @@ class NvlinkBackend:
             return
         self._mask_late_ranks()
         self._launcher.close(self._buffers.take_all())
-        self._begin()
+        self._make_memory()
 
     def _mask_late_ranks(self) -> None:
         if self._ranks.num_ranks == 1:

@@ -126,7 +126,7 @@ def route_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
     return BufferLayout.of([("combine_recv", plan.max_tokens_per_rank * plan.top_k * plan.hidden * value_bytes)])
 
 
-def is_eager(plan: Plan) -> bool:
+def sends_before_opening(plan: Plan) -> bool:
     """Whether rows of bounded calls leave before other ranks have opened them: a copy of few rows costs less than the
     wait, and regions that take turns are small."""
     return plan.num_ranks * plan.max_tokens_per_rank <= EAGER_ROWS
@@ -134,7 +134,7 @@ def is_eager(plan: Plan) -> bool:
 
 def num_turns(plan: Plan) -> int:
     """Regions that staged calls take turns in: two, where a rank waits for others before it writes to one."""
-    return TURNS if is_eager(plan) else 2
+    return TURNS if sends_before_opening(plan) else 2
 
 
 def staged_layout(plan: Plan, value_bytes: int, rows: int, turns: int | None = None) -> BufferLayout:
@@ -315,7 +315,7 @@ class Buffers(DispatchCount):
         self._loans: dict[tuple[int, int], Loan] = {}
         self._data_layout: MakeLayout = data_layout
         self._least_rows = receive_rows(plan)
-        self._is_eager, self.turns = is_eager(plan), num_turns(plan)
+        self._is_eager, self.turns = sends_before_opening(plan), num_turns(plan)
 
     def serve_fused_layer(self, num_shared_experts: int) -> None:
         """From now on: one buffer, with room for the rows of the worst routing."""
@@ -450,8 +450,10 @@ class Buffers(DispatchCount):
                 self._buffers[each, value_bytes] = SymmetricBuffer(size, self._launcher.ranks)
         return self._buffers[key]
 
-    def has_for_dispatch(self, options: DispatchOptions, value_bytes: int) -> bool:
+    def has_for_dispatch(self, options: DispatchOptions, value_bytes: int, width: int | None = None) -> bool:
         """Whether a dispatch would make no buffer, and none larger."""
+        if width is not None:
+            return width in self._narrow_layouts and self._has((self._narrow_layouts[width], value_bytes))
         value_bytes = max(value_bytes, 2)
         if self.is_staged(options):
             return self._has((staged_layout, value_bytes))

@@ -11,10 +11,10 @@ from tokenloom.backends.peers.buffers import (
     BULK_BYTES,
     address_of,
     aligned,
-    is_eager,
     num_turns,
     require_aligned,
     require_bulk,
+    sends_before_opening,
     weight_gradient_values,
 )
 from tokenloom.backends.peers.handle import PeerHandle
@@ -201,8 +201,7 @@ def set_arguments(
 
 
 class SumsAtHome:
-    """Combines of one kind whose rows come home and are added there: one kernel, or two if calls are split. All that
-    repeats is written down once.
+    """Prepared combines whose kernel sends rows home and adds them there; two kernels for halves.
 
     Args:
         number: of the dispatch that the first of them belongs to.
@@ -220,7 +219,7 @@ class SumsAtHome:
             require_layout(options.strategy, kind.layout)
         _check(plan, kind)
         self.is_stale, self._combiner, self._launcher = False, combiner, launcher
-        self._blocks = combiner.blocks_alone if kind.alone and not is_eager(plan) else None
+        self._blocks = combiner.blocks_alone if kind.alone and not sends_before_opening(plan) else None
         self._like = torch.empty(0, dtype=options.out_dtype, device=launcher.ranks.device)
         self._per_route, self._weighted, self._checked = options.per_route, options.weighted, combiner.checked
         fields = combine_fields(number, user_options or options, kind.width)
@@ -233,7 +232,7 @@ class SumsAtHome:
             out_dtype=options.out_dtype,
             mode="per_route" if options.per_route else "per_rank",
             weights="home" if options.weights_from_home else "received" if options.weighted else "none",
-            eager=is_eager(plan) and kind.width is None,
+            eager=sends_before_opening(plan) and kind.width is None,
             part="send" if kind.split else "whole",
             hidden=kind.width,
         )

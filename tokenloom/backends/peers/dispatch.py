@@ -14,7 +14,7 @@ from tokenloom.backends.peers.buffers import RECEIVE_BUFFERS, Buffers, ReceiveBu
 from tokenloom.backends.peers.copies import Copies
 from tokenloom.backends.peers.handle import (
     PeerHandle,
-    Results,
+    ResultsLayout,
     ResultsMemory,
     copied_with_room,
     place_by_expert,
@@ -33,12 +33,13 @@ from tokenloom.backends.seam import (
     Sent,
     Tokens,
 )
-from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError, is_known_to_all
+from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError
 from tokenloom.kernels.dispatch.launch import block_count_words
 from tokenloom.ops import routing
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.deferred_release import keep_until_idle
 from tokenloom.runtime.kernel_reports import HostCounts
+from tokenloom.runtime.telling import Telling
 
 MAX_KINDS = 64
 """Kinds of calls that are kept prepared. A program has a few, unless it passes another capacity each time."""
@@ -78,7 +79,7 @@ class Dispatcher:
         if kind.split and kind.options.sizes == "exact":
             check(self.shared, kind)
             return ExactHalves(self, kind)
-        return self.prepared(kind)
+        return self.find_or_prepare(kind)
 
     def _forget(self) -> None:
         """Prepare all anew: what was prepared knows where buffers were."""
@@ -88,7 +89,7 @@ class Dispatcher:
         self._prepared.clear()
         self._resends.clear()
 
-    def prepared(
+    def find_or_prepare(
         self,
         kind: DispatchKind,
         capacity: int | None = None,
@@ -176,7 +177,7 @@ class Dispatcher:
                 with_scales=scales is not None,
                 width=None if x.shape[1] == self.plan.hidden else x.shape[1],
             )
-            prepared = self.prepared(kind, capacity, repeats)
+            prepared = self.find_or_prepare(kind, capacity, repeats)
             self._resends[key] = prepared
         return prepared.launch(tokens, None, stream)[:2]
 
@@ -211,7 +212,7 @@ class DirectDispatch(PeerDispatch):
         self.capacity = self._most_rows() if capacity is None else capacity
         self.num_places = plan.worst_case_rows("rank") if options.layout == "rank" else self.capacity
         self._buffer_rows = self.capacity if options.layout == "expert" else 0
-        results = Results(
+        results = ResultsLayout(
             plan,
             self.launcher,
             options,
@@ -226,9 +227,9 @@ class DirectDispatch(PeerDispatch):
         self.prepare_kernels(results, self.num_places)
         self.kernel.args.stop_on_overflow = self.waits
         self.kernel.args.host_counts = shared.host_counts.address if self.waits else 0
-        self._lends_early = self.waits and kind.output_owner == "if needed" and not (kind.split or kind.early)
+        self._lends_early = self.waits and kind.output_owner == "if needed" and not (kind.split or kind.sent_ahead)
         # Two such dispatches may be open at once.
-        self._wants_both_buffers = kind.split or kind.early or kind.output_owner == "but rows"
+        self._wants_both_buffers = kind.split or kind.sent_ahead or kind.output_owner == "but rows"
         self._is_short = options.sizes == "bounded" and self.num_places < (options.capacity or 0)
         self._copies_nothing = not (self.waits or kind.output_owner or self._is_short or shared.checked)
         self._receive_buffer(self._count.num_dispatches)  # last: it may make memory, which all ranks then do
@@ -309,7 +310,7 @@ class DirectDispatch(PeerDispatch):
         x, topk_ids = self.set_arguments(tokens, self.results, base, host_sequence)
         if self.options.strategy == "all_gather":
             self.kernel.args.gathered = shared.copies.gather(x, self.call_kind.fields_of(launcher.num_calls))
-            stream = None  # the copies had to look around
+            stream = None  # copies take the slow path
         call = launcher.num_calls  # behind what makes memory, which is a call by itself
         half = None
         if stream is None:
@@ -399,20 +400,16 @@ class DirectDispatch(PeerDispatch):
         self._count.num_dispatches -= 1  # the refused one wrote nothing: its buffer, not that of the one before
         plain = replace(self.options, layout="token", alignment=1, capacity=None, strategy="dedup")
         most = self.shared.plan.worst_case_rows("token")
-        try:
+        others_wait = Telling(lambda fault: self.launcher.report_fault(fault, ["dispatch"]), self.launcher.ranks.abort)
+        with others_wait:  # they have begun it
             kind = replace(self.kind, options=plain)
-            handle, rows, _ = self._dispatcher.prepared(kind, most).launch(tokens)
-        except Exception as fault:
-            if not is_known_to_all(fault):  # the others have begun it
-                self.launcher.report_fault(fault, ["dispatch"])
-                fault.known_to_all = True  # type: ignore[attr-defined]
-            raise
+            handle, rows, _ = self._dispatcher.find_or_prepare(kind, most).launch(tokens)
         self.launcher.settle(0)
         return spread_by_expert(self.options, handle, handle.cut_to_size(handle.all_sizes(), rows))
 
 
 def copier(buffers: Buffers, handle: PeerHandle, owner: OutputOwner) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that gives a caller rows of the receive buffer: views, copies, or the very rows, theirs from then."""
+    """Choose how a caller gets rows of the receive buffer: as views, as copies, or on loan."""
     buffer = handle.buffer
     assert isinstance(buffer, ReceiveBuffer), "only rows of direct dispatches lie in receive buffers"
     if not owner and not buffers.any_lent:
@@ -442,8 +439,8 @@ class Prepares(Protocol):
     @property
     def launcher(self) -> Launcher: ...
 
-    def prepared(self, kind: DispatchKind, *, user_options: DispatchOptions) -> PreparedDispatch:
-        """Dispatches of one kind, as parts of calls with the options that are ``user_options``."""
+    def find_or_prepare(self, kind: DispatchKind, *, user_options: DispatchOptions) -> PreparedDispatch:
+        """Dispatches of one kind, as parts of calls with the options that the user asked for."""
 
 
 class ExactHalves:
@@ -463,7 +460,7 @@ class ExactHalves:
         layout = "token" if options.layout == "expert" else options.layout
         capacity = plan.worst_case_rows("token") if layout == "token" else None
         plain = replace(options, layout=layout, alignment=1, sizes="bounded", capacity=capacity, strategy="dedup")
-        self._prepared = dispatcher.prepared(replace(kind, options=plain), user_options=options)
+        self._prepared = dispatcher.find_or_prepare(replace(kind, options=plain), user_options=options)
 
     @property
     def is_stale(self) -> bool:
@@ -472,7 +469,7 @@ class ExactHalves:
     def send(self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None) -> SentExactHalf:
         assert out is None, "results of an exact size have no room of the caller's"
         require_no_host_read(True, "sizes='exact'")
-        if not (self._kind.split or self._kind.early):  # a call that waits first raises the errors of earlier ones
+        if not (self._kind.split or self._kind.sent_ahead):  # the host will wait, so it hears of earlier errors first
             self.dispatcher.launcher.settle(0)
         return SentExactHalf(self, self._prepared.send(tokens))
 

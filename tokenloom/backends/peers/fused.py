@@ -52,7 +52,7 @@ class FusedLayerCalls:
         self._barrier = launcher.new_kernel(BarrierVariant(plan=plan))
         self._dispatch = CallKind({"call": "dispatch", NUMBER: 0})
         self._meeting = CallKind({"call": "MegaMoE", NUMBER: 0})
-        self._barrier.early = True
+        self._barrier.overlaps_previous = True
         opening = self._barrier.opening
         self.deadline = Deadline(opening.fault, opening.fault_claimed, opening.timeout_ns)
 
@@ -60,9 +60,9 @@ class FusedLayerCalls:
         """Raise what earlier calls left, so that neither the dispatch nor the meeting of this call raises it.
 
         Returns:
-            What :meth:`Launcher.ready` gives, for the dispatch and the meeting.
+            What :meth:`Launcher.ready_stream` gives, for the dispatch and the meeting.
         """
-        stream = self._launcher.ready(CALLS_IN_FLIGHT - 1)
+        stream = self._launcher.ready_stream(CALLS_IN_FLIGHT - 1)
         if stream is None and not torch.cuda.is_current_stream_capturing():
             self._launcher.settle(CALLS_IN_FLIGHT - 1)
         return stream
@@ -83,7 +83,7 @@ class FusedLayerCalls:
         self.tell_senders(peers=self.peers, **{name: shared.layout.offset(name) for name in parts})
 
     def sender(self, packing: Packing | None) -> OpeningKernel:
-        """The kernel that sends rows (routes_to_send.cuh has its arguments): it packs tokens so, or they are packed.
+        """The kernel that sends rows (routes_to_send.cuh has its arguments). With ``packing`` it packs tokens itself.
 
         Raises:
             InvalidArgument: it was not used before, and a CUDA graph is captured.
@@ -91,7 +91,7 @@ class FusedLayerCalls:
         found = self._senders.get(packing)
         if found is None:
             found = self._senders[packing] = self._launcher.new_kernel(replace(self._loading, packing=packing))
-            found.early = packing is None  # it begins beside the kernel that packs
+            found.overlaps_previous = packing is None  # it begins beside the kernel that packs
             found.opening.trace = self._send_trace
             self._tell(found, self._told)
         return found
@@ -133,7 +133,7 @@ class FusedLayerCalls:
     def send(self, sender: OpeningKernel, stream: int | None, blocks: int) -> int:
         """Put a kernel that sends rows on the stream. If another packs tokens, it begins while that one runs.
 
-        :meth:`follow` was called, or ``stream`` is given.
+        :meth:`follow` comes first if ``stream`` is None.
 
         Args:
             sender: of :meth:`sender`.

@@ -29,8 +29,8 @@ MOST_WORDS_TOGETHER = WORDS_TOGETHER // 4
 COUNTS = ("num_rows", "source_counts", "expert_counts", "expert_offsets")
 
 
-class Results:
-    """The results of dispatches of one kind in one int32 tensor: counts, the counts of each source, slots, and more.
+class ResultsLayout:
+    """Layout of the results of one kind of dispatch in one int32 tensor: counts, slots, and more.
 
     Args:
         plan: sizes. launcher: of the communicator.
@@ -120,7 +120,7 @@ class ResultsMemory:
         self.memory = torch.empty(0, dtype=torch.int32, device=device)
         self.address = 0
 
-    def take(self, results: Results, num_tokens: int, stream: int | None) -> tuple[torch.Tensor, int, int]:
+    def take(self, results: ResultsLayout, num_tokens: int, stream: int | None) -> tuple[torch.Tensor, int, int]:
         """Memory for one call: a tensor, the first word in it that is the call's own, and the address of that.
 
         Args:
@@ -146,14 +146,14 @@ class CountsInWords(RoutedCounts):
     """Counts of a dispatch. Tensors are made when somebody asks for them.
 
     Args:
-        results, memory, first: what lies where, see :meth:`Results.count`.
+        results, memory, first: what lies where, see :meth:`ResultsLayout.count`.
         out: the caller's tensors that hold some of them.
     """
 
-    _where: tuple[Results, torch.Tensor, int]
+    _where: tuple[ResultsLayout, torch.Tensor, int]
     _out: DispatchOut | None
 
-    def __init__(self, results: Results, memory: torch.Tensor, first: int, out: DispatchOut | None) -> None:
+    def __init__(self, results: ResultsLayout, memory: torch.Tensor, first: int, out: DispatchOut | None) -> None:
         vars(self)["_where"], vars(self)["_out"] = (results, memory, first), out
 
     def __getattr__(self, name: str) -> Any:
@@ -218,7 +218,7 @@ class PeerHandle:
         num_places: int,
         given_ids: torch.Tensor,
         memory: tuple[torch.Tensor, int, int],
-        results: Results,
+        results: ResultsLayout,
         buffer: ReceiveBuffer | None,
         reused_after: int | None,
     ) -> None:

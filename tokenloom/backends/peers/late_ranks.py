@@ -38,15 +38,15 @@ class Remakes(Protocol):
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher that opens calls now."""
+        """Launcher on the current memory."""
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """The dispatches on the memory of now."""
+        """Dispatcher on the current memory."""
 
     @property
     def combiner(self) -> Combiner:
-        """The combines on the memory of now."""
+        """Combiner on the current memory."""
 
     def remake(self) -> None:
         """Make new memory with the ranks that are left. Collective."""
@@ -191,7 +191,7 @@ class DispatchUntilDone:
     is_stale, waits = False, True
 
     def __init__(self, late: LateRanks, maker: Remakes, kind: DispatchKind) -> None:
-        self._late, self._maker, self._kind = late, maker, replace(kind, split=False, early=False)
+        self._late, self._maker, self._kind = late, maker, replace(kind, split=False, sent_ahead=False)
 
     def send(
         self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None

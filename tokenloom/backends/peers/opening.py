@@ -40,7 +40,7 @@ HALVES: Fields = {"halves": True}
 
 
 class Launched(tuple[T]):
-    """A call whose kernel is on the stream, where it also receives: a tuple of its result, which is quickly made."""
+    """A sent call whose ``receive`` only returns its result. A tuple, because that is cheap to make."""
 
     __slots__ = ()
 
@@ -95,8 +95,8 @@ class Launcher:
         first_call: number of the first call, the same on all ranks.
 
     Attributes:
-        num_calls: number of the next call. Captured ones do not count. Each pairs with one of every other rank,
-            whatever the ranks user_options by it.
+        num_calls: number of the next call. Captured ones do not count. Each pairs with the same number
+            on every other rank, even if the ranks mean different calls.
         known_from: number of the first call that all ranks know of.
         masked: ranks that take no part, in eager calls from the next one on, and in replays likewise.
         outcomes: what the calls have found.
@@ -209,7 +209,7 @@ class Launcher:
         self._last_captured = self._stream_of(stream, self._last_captured)
         self._graphs.hold(stream, self, *self.keep_with_graphs)
 
-    def ready(self, in_flight: int = CALLS_IN_FLIGHT) -> int | None:
+    def ready_stream(self, in_flight: int = CALLS_IN_FLIGHT) -> int | None:
         """Raise what earlier calls left, as far as it is known, and say whether :meth:`launch_ready` can come next.
 
         Args:
@@ -239,10 +239,10 @@ class Launcher:
         status: int = 0,
         repeats: bool = False,
     ) -> None:
-        """Do what :meth:`launch` does, where nothing needs to be found out.
+        """Launch on a stream that :meth:`ready_stream` returned, without asking for stream or capture.
 
         Args:
-            stream: what :meth:`ready` has given. It holds until ``CALLS_IN_FLIGHT`` calls are in flight.
+            stream: what :meth:`ready_stream` has given. It holds until ``CALLS_IN_FLIGHT`` calls are in flight.
             number: of the call; None: it is the next one.
         """
         launches = self._num_launches

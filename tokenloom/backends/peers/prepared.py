@@ -11,9 +11,16 @@ from typing import Protocol
 import torch
 
 from tokenloom.backends.handshake import dispatch_fields
-from tokenloom.backends.peers.buffers import BULK_BYTES, Buffers, aligned, is_eager, require_aligned, require_bulk
+from tokenloom.backends.peers.buffers import (
+    BULK_BYTES,
+    Buffers,
+    aligned,
+    require_aligned,
+    require_bulk,
+    sends_before_opening,
+)
 from tokenloom.backends.peers.copies import Copies
-from tokenloom.backends.peers.handle import COUNTS, PeerHandle, Results, ResultsMemory
+from tokenloom.backends.peers.handle import COUNTS, PeerHandle, ResultsLayout, ResultsMemory
 from tokenloom.backends.peers.opening import HALVES, Half, Launcher, require_layout, require_no_host_read
 from tokenloom.backends.seam import DispatchKind, DispatchOptions, DispatchOut, Tokens
 from tokenloom.errors import CapacityOverflow, InvalidArgument
@@ -113,7 +120,7 @@ class SentDispatch:
 
 
 class PeerDispatch:
-    """The part of prepared dispatches that direct and staged ones have in common.
+    """Base of :class:`StagedDispatch` and of ``DirectDispatch`` (dispatch.py).
 
     Args:
         shared: of the communicator.
@@ -146,10 +153,10 @@ class PeerDispatch:
     def send(self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None) -> SentDispatch:
         """Put the kernel on the current stream; see :class:`tokenloom.backends.seam.PreparedDispatch`."""
         if self.receiving_kernel is not None:
-            stream = None  # two kernels have to look around
+            stream = None  # two kernels take the slow path
         if stream is None:
             self.require_now()
-            if self.waits and not self.kind.early:  # a call that waits first raises the errors of earlier ones
+            if self.waits and not self.kind.sent_ahead:  # the host will wait, so it hears of earlier errors first
                 self.launcher.settle(0)
         return SentDispatch(self, tokens, out, *self.launch(tokens, out, stream))
 
@@ -197,7 +204,9 @@ class PeerDispatch:
             part=part,
         )
 
-    def prepare_kernels(self, results: Results, num_places: int, *, staged: bool = False, eager: bool = False) -> None:
+    def prepare_kernels(
+        self, results: ResultsLayout, num_places: int, *, staged: bool = False, eager: bool = False
+    ) -> None:
         """Load the kernels, and write down the arguments that direct and staged ones share.
 
         Args:
@@ -219,7 +228,7 @@ class PeerDispatch:
         args.send_blocks = launcher.num_sms
 
     def set_arguments(
-        self, tokens: Tokens, results: Results, base: int, host_sequence: int, *outputs: int
+        self, tokens: Tokens, results: ResultsLayout, base: int, host_sequence: int, *outputs: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the arguments of one call: its tensors, and where its results go.
 
@@ -256,7 +265,7 @@ class PeerDispatch:
         return x, topk_ids
 
     def half(self, memory: tuple[torch.Tensor, int, int], written: object = None) -> Half | None:
-        """State for the second half of a call, whose words have this memory, and which writes to that one."""
+        """State for the receiving kernel, which keeps ``memory`` and ``written`` alive; None without halves."""
         if self.receiving_kernel is None:
             return None
         return Half((memory[0], written), memory[2] + self.results.at["epoch"], self.receiving_kernel)
@@ -306,7 +315,7 @@ class StagedDispatch(PeerDispatch):
         super().__init__(shared, kind, repeats, user_options)
         options = kind.options
         self.is_done_when_sent = not shared.checked
-        plan, layout, eager = shared.plan, options.layout, is_eager(shared.plan)
+        plan, layout, eager = shared.plan, options.layout, sends_before_opening(shared.plan)
         rows = plan.worst_case_rows("token") if options.capacity is None else options.capacity
         self._places = plan.experts_per_rank * rows if layout == "slots" else rows
         self._further = self.further_words()
@@ -326,7 +335,7 @@ class StagedDispatch(PeerDispatch):
         args.turns, args.turn_bytes = shared.buffers.turns, regions.offset("rows1") - regions.offset("rows0")
         args.stop_on_overflow, args.host_counts = False, 0
 
-    def _layout_of_results(self, with_scales: bool) -> Results:
+    def _layout_of_results(self, with_scales: bool) -> ResultsLayout:
         """All but rows lies in one tensor; scales, which are large, last, unless the caller gives room for them."""
         plan, options = self.shared.plan, self.options
         received = plan.worst_case_rows("rank")
@@ -339,7 +348,7 @@ class StagedDispatch(PeerDispatch):
         if with_scales:
             blocks = plan.hidden // FP8_BLOCK
             sizes["scales"] = self._places * (-(-blocks // 4) if options.scale_layout == "packed" else blocks)
-        return Results(
+        return ResultsLayout(
             plan,
             self.launcher,
             options,
@@ -354,7 +363,7 @@ class StagedDispatch(PeerDispatch):
         return {}
 
     def set_all_arguments(
-        self, tokens: Tokens, results: Results, base: int, rows: int
+        self, tokens: Tokens, results: ResultsLayout, base: int, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the arguments of one call, whose words lie at ``base``, and whose rows go to the address ``rows``.
 

@@ -36,14 +36,9 @@ class Problem:
     """Tensors of all ranks, on the CPU.
 
     Attributes:
-        routing: one of ROUTINGS.
-        payload: one of PAYLOADS.
-        plan: sizes.
         xs: bfloat16 or float8_e4m3fn [T, H].
         scales: float32 [T, H / 128] beside FP8, else None.
         ids: int64 [T, K].
-        weights: float32 [T, K].
-        seed: of what is drawn later.
     """
 
     routing: str
@@ -62,7 +57,7 @@ class Problem:
         return max(1, int(torch.bincount(ids[ids >= 0], minlength=1).max()))
 
     def dispatched(self, layout: str) -> list[reference.Routed]:
-        """What every rank must receive."""
+        """Rows that every rank must receive."""
         capacity = self.slots if layout == "slots" else None
         return reference.dispatch(
             self.plan, self.xs, self.ids, self.weights, layout, scales=self.scales, capacity=capacity
@@ -92,12 +87,7 @@ def sizes(num_ranks: int) -> Plan:
 
 
 def make_problem(topology: Topology, routing: str, payload: str, seed: int) -> Problem:
-    """Draw a problem, the same on every rank.
-
-    Args:
-        routing: one of ROUTINGS.
-        payload: one of PAYLOADS.
-    """
+    """Draw a problem, the same on every rank."""
     plan = sizes(len(topology.node_of))
     generator = torch.Generator("cpu").manual_seed(seed)
     real: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
@@ -130,7 +120,13 @@ def modes_of(layout: str) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def check_bits(comms: Sequence[Communicator], topology: Topology, seed: int) -> dict[Key, Seen]:
+def check_bits(
+    comms: Sequence[Communicator],
+    topology: Topology,
+    seed: int,
+    layouts: Sequence[str] = LAYOUTS,
+    payloads: Sequence[str] = PAYLOADS,
+) -> dict[Key, Seen]:
     """Compare dispatch and combine on this rank with the reference. Collective.
 
     Every problem goes over all communicators before the next one, because the reference takes longer than they do.
@@ -138,12 +134,13 @@ def check_bits(comms: Sequence[Communicator], topology: Topology, seed: int) -> 
     Args:
         comms: of sizes :func:`sizes`.
         seed: of the problems.
+        layouts, payloads: some of LAYOUTS and of PAYLOADS.
     """
     seen: dict[Key, Seen] = {}
     names = [comm.backend for comm in comms]
     for routing in ROUTINGS:
-        problems = [make_problem(topology, routing, payload, seed) for payload in PAYLOADS]
-        for layout in LAYOUTS:
+        problems = [make_problem(topology, routing, payload, seed) for payload in payloads]
+        for layout in layouts:
             for key, found in _check_layout(comms, topology, problems, layout):
                 seen[key] = seen.get(key, Seen(0)) + found
     return dict(sorted(seen.items(), key=lambda item: names.index(item[0][0].partition(":")[0])))

@@ -1,4 +1,4 @@
-"""What checks find: a verdict of all ranks for each thing that was checked, and tables of them."""
+"""Findings of checks: a verdict of all ranks for each thing that was checked, and tables of them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ class Finding:
     """One verdict, the same on all ranks.
 
     Attributes:
-        part: one of PARTS.
         group: what it is shown with, on one line as long as all of the group passed.
-        what: what was checked.
-        passed: the verdict.
         details: why it failed, naming the ranks at fault; else what there is to say.
         numbers: what was measured; names end in the unit.
     """
@@ -36,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of a check.
+    """Result of a check on one rank.
 
     Attributes:
         compared: values that it compared; 0 where it had none.
@@ -57,7 +54,6 @@ def merge(part: str, by_rank: Sequence[Mapping[tuple[str, str], Seen]]) -> list[
     that compares nothing would pass whatever happens.
 
     Args:
-        part: of the findings.
         by_rank: of each rank, by group and name of the check.
     """
     findings = []
@@ -141,7 +137,7 @@ def _verdict(good: bool) -> str:
 
 
 def notes(findings: Sequence[Finding], several_nodes: bool) -> Iterator[str]:
-    """What a reader must know beside the tables."""
+    """Lines that a reader needs beside the tables."""
     if not several_nodes:
         yield "All ranks are on one node: there is nothing between nodes, and what is inside was checked."
     kinds = [each.group for each in findings if each.part == "links"]

@@ -29,11 +29,10 @@ BATCHES = 2
 
 @dataclass(frozen=True)
 class Batch:
-    """What all ranks send in one call, on the CPU.
+    """Tokens of all ranks for one call, on the CPU.
 
     Attributes:
         xs: float32 [T, H], small integers, which sums keep exactly.
-        ids: int64 [T, K].
     """
 
     xs: list[torch.Tensor]
@@ -56,12 +55,12 @@ def make_batch(plan: Plan, number: int, seed: int) -> Batch:
 
 
 def expected_rows(plan: Plan, batch: Batch, rank: int) -> torch.Tensor:
-    """What a rank must receive, one row for each (token, rank): [rows, H], by source rank, then token."""
+    """Rows that a rank must receive, one for each (token, rank): [rows, H], by source rank, then token."""
     return torch.cat([x[_goes_to(plan, ids, rank)] for x, ids in zip(batch.xs, batch.ids, strict=True)])
 
 
 def expected_home(plan: Plan, batch: Batch, rank: int) -> torch.Tensor:
-    """What comes home if every rank sends back what it received: each token once for each rank that it went to."""
+    """Sums that come home if every rank sends its rows back: each token once for each rank that it went to."""
     ids = batch.ids[rank]
     hits = torch.stack([_goes_to(plan, ids, each) for each in range(plan.num_ranks)]).sum(0)
     return batch.xs[rank] * hits[:, None].float()
@@ -73,7 +72,7 @@ def _goes_to(plan: Plan, ids: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _rows(routed: Routed) -> torch.Tensor:
-    """What a rank has received: [rows, H]."""
+    """Rows that a rank has received: [rows, H]."""
     if routed.layout == "token":
         return routed.tokens
     return torch.cat([rows[:count] for rows, count in zip(routed.tokens, routed.source_counts.tolist(), strict=True)])
@@ -83,7 +82,6 @@ class Stress:
     """The rounds of one communicator on this rank.
 
     Args:
-        comm: the communicator.
         seed: of what is sent and of the waits.
     """
 

@@ -18,7 +18,7 @@ OPERATIONS = (
     Operation("dispatch", "fp8", "token"),
     Operation("combine", "bf16", "token"),
 )
-"""What the normal mode of its ``Buffer`` has: rows in the order of layout "token", an unweighted sum."""
+"""Operations of the normal mode of its ``Buffer``: rows in the order of layout "token", an unweighted sum."""
 
 
 def why_not(device: str, num_ranks: int) -> str | None:
@@ -38,12 +38,7 @@ def default_sms() -> int:
 
 
 class DeepEp:
-    """The ``Buffer`` of deep_ep in its normal mode within a host. Making one is collective.
-
-    Args:
-        group: all ranks, on one host.
-        plan: sizes.
-    """
+    """The ``Buffer`` of deep_ep in its normal mode within a host. Making one is collective."""
 
     def __init__(self, group: dist.ProcessGroup, plan: Plan) -> None:
         module = importlib.import_module(NAME)

@@ -53,7 +53,18 @@ def find_module(shape: MegaShape) -> ModuleType:
 
 
 class DeepGemm:
-    """The fused FP8 layer of deep_gemm for SM90, on one host; see :class:`tokenloom.bench.mega.Other`."""
+    """The fused FP8 layer of deep_gemm for SM90, on one host. Making one and closing it are collective.
+
+    Args:
+        max_tokens: most tokens of a rank in any call.
+        l1_weights: float8_e4m3fn [E / W + S, 2I, H], gates first, and float32 [E / W + S, 2I / 128, H / 128].
+        l2_weights: float8_e4m3fn [E / W + S, H, I] and float32 [E / W + S, H / 128, I / 128].
+
+    Attributes:
+        about: what readers of its numbers have to know.
+        input: dtype of its x.
+        most_difference: limit for ``calc_diff`` of its output and ours.
+    """
 
     about: ClassVar[str] = (
         f"{NAME} takes x in FP8 with scales, which were made before; ours takes x in bfloat16 and quantises it on its "
@@ -80,7 +91,16 @@ class DeepGemm:
     def prepared_call(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
     ) -> Callable[[], None]:
-        """Return the layer on these inputs. It takes FP8, so x is quantised here, once."""
+        """Return the layer on these inputs, ready to be called until the next are prepared.
+
+        It takes FP8, so x is quantised here, once.
+
+        Args:
+            x: bfloat16 [T, H].
+            topk_ids: int32 [T, K].
+            topk_weights: float32 [T, K].
+            out: bfloat16 [T, H], which each call writes.
+        """
         values, scales = quantize_fp8(x)
         rows, buffer = len(x), self._buffer
         buffer.x[:rows].copy_(values)

@@ -31,14 +31,8 @@ def torch_layer(
     """A layer with the router "softmax_topk". Differentiable once; collective if there are ranks.
 
     Args:
-        x: [T, H].
-        weights: weights of this rank's experts.
-        top_k: K.
         experts: the computation between the two transfers.
         ranks: the ranks that hold experts, L each in their order; None: all experts are here.
-
-    Returns:
-        [T, H].
     """
     num_experts = len(weights.router)
     ids, topk_weights, _ = Router(num_experts, top_k).route(router_logits(x, weights.router, torch.float32))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -28,13 +27,12 @@ from tokenloom.cli.options import (
     TopK,
     are,
     choice_option,
-    file_option,
+    new_file_option,
     number_option,
     numbers,
     pick_ranks,
     require_known,
     require_nodes,
-    require_writable,
     text_option,
     whole_option,
 )
@@ -43,16 +41,13 @@ from tokenloom.cli.terminal import FAILED, console
 MEGA_TOKENS = "8,16,32,64,128,256,512,1024,2048,4096,8192"
 
 
-class TrainDtype(str, Enum):
-    """Dtypes that the check has limits for."""
-
-    bf16 = "bf16"
-    fp32 = "fp32"
+TRAIN_DTYPES = ("bf16", "fp32")
+"""Dtypes that the check has limits for."""
 
 
 def comm(
     case: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         text_option(
             "--case",
             "NAME",
@@ -68,7 +63,7 @@ def comm(
     device: OnDevice = None,
     ranks_per_node: RanksPerNode = None,
     backends: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         text_option(
             "--backends",
             "NAME,...",
@@ -77,11 +72,11 @@ def comm(
         ),
     ] = None,
     num_sms: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         text_option("--num-sms", "N,N,...", "SMs that a kernel of ours takes; several with commas between."),
     ] = None,
     only: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         text_option(
             "--only",
             "PART,...",
@@ -89,7 +84,7 @@ def comm(
         ),
     ] = None,
     timing: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         text_option(
             "--timing",
             "NAME,...",
@@ -99,16 +94,14 @@ def comm(
         ),
     ] = None,
     halves: Annotated[
-        bool,
-        typer.Option("--halves", help="Measure send, a GEMM, and receive, instead of calls of one piece."),
+        bool, typer.Option("--halves", help="Measure send, a GEMM, and receive, instead of calls of one piece.")
     ] = False,
     beside_us: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         number_option("--beside-us", "Length of the GEMM of --halves, in microseconds. Default: 100.", least=1),
     ] = None,
     iterations: Annotated[
-        Optional[int],  # noqa: UP045
-        whole_option("--iterations", "Samples of each row. Default: 10 on the CPU, 100 on GPUs."),
+        int | None, whole_option("--iterations", "Samples of each row. Default: 10 on the CPU, 100 on GPUs.")
     ] = None,
     plot_file: PlotFile = None,
     json_file: JsonFile = None,
@@ -138,8 +131,6 @@ def comm(
         raise typer.BadParameter(said, param_hint="--beside-us")
     require_known("--case", names, [each.name for each in comm_work.CASES])
     require_known("--backends", contestants, comm_work.names())
-    require_writable("--plot", plot_file, ".png")
-    require_writable("--json", json_file)
     counts, sms = numbers("--tokens", tokens), numbers("--num-sms", num_sms)
     num_ranks, where = pick_ranks(ranks, device, least=1)
     require_nodes(ranks_per_node, num_ranks)
@@ -167,12 +158,9 @@ def mega(
         float, number_option("--masked-ratio", "Share of routes that are unused.", least=0, most=1)
     ] = 0.0,
     skew: Skew = 0.0,
-    ranks: Annotated[
-        Optional[int],  # noqa: UP045
-        whole_option("--ranks", "Number of ranks, one per GPU. Default: all GPUs."),
-    ] = None,
+    ranks: Annotated[int | None, whole_option("--ranks", "Number of ranks, one per GPU. Default: all GPUs.")] = None,
     against: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         text_option(
             "--against",
             "NAME",
@@ -183,15 +171,12 @@ def mega(
     iterations: Annotated[int, whole_option("--iterations", "Samples of each row.", 3)] = 30,
     plot_file: PlotFile = None,
     trace_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        file_option("--trace", "Also write the times of blocks and roles in a call to this file, for Perfetto."),
+        Path | None,
+        new_file_option("--trace", "Also write the times of blocks and roles in a call to this file, for Perfetto."),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Measure MegaMoE, the FP8 layer for inference, and its stages, on Hopper GPUs."""
-    require_writable("--plot", plot_file, ".png")
-    require_writable("--trace", trace_file)
-    require_writable("--json", json_file)
     counts = numbers("--tokens", tokens)
     from tokenloom.bench.mega import OTHERS, load, run_mega
     from tokenloom.bench.mega_work import MegaShape
@@ -220,17 +205,17 @@ def train(
     num_experts: AnyNumExperts = None,
     top_k: AnyTopK = None,
     thiek: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         text_option(
             "--thiek", "T,H,I,E,K", "Short for the five sizes. T is the tokens of all ranks together, unlike --tokens."
         ),
     ] = None,
     ranks: Ranks = None,
     device: OnDevice = None,
-    dtype: Annotated[TrainDtype, choice_option("--dtype", TrainDtype, "Dtype of the layer.")] = TrainDtype.bf16,
+    dtype: Annotated[str, choice_option("--dtype", TRAIN_DTYPES, "Dtype of the layer.")] = "bf16",
     skew: Skew = 0.0,
     strategy: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         text_option(
             "--strategy",
             "NAME,NAME",
@@ -242,20 +227,18 @@ def train(
         bool, typer.Option("--redispatch-in-backward", help="Keep tokens, not dispatched rows, and send them again.")
     ] = False,
     pool_rows: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         whole_option(
             "--pool-rows", "Most rows of a rank's experts; the host then does not wait. Default: exact sizes."
         ),
     ] = None,
     check: Annotated[bool, typer.Option(help="Compare outputs and gradients with a float32 reference.")] = True,
     iterations: Annotated[
-        Optional[int],  # noqa: UP045
-        whole_option("--iterations", "Samples of each number. Default: 6 on the CPU, 30 on GPUs.", 3),
+        int | None, whole_option("--iterations", "Samples of each number. Default: 6 on the CPU, 30 on GPUs.", 3)
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Check a training step of ExpertParallelMoE, and measure it beside torch alone and beside no network."""
-    require_writable("--json", json_file)
     by_name = {
         "--tokens": tokens,
         "--hidden": hidden,
@@ -276,18 +259,14 @@ def train(
     num_ranks, where = pick_ranks(ranks, device, least=1)
     samples = iterations or DEFAULT_ITERATIONS[where]
     shape = TrainShape(first if thiek else first * num_ranks, *rest)
-    how = TrainOptions(dtype.value, skew, by_hand, overlap, redispatch_in_backward, pool_rows, check, samples)
+    how = TrainOptions(dtype, skew, by_hand, overlap, redispatch_in_backward, pool_rows, check, samples)
     passed = run_train(Run(console(), num_ranks, where, sys.argv[1:], json_file), shape, how)
     if not passed:
         raise typer.Exit(FAILED)
 
 
 def _sizes(thiek: str | None, by_name: dict[str, int | None]) -> list[int]:
-    """The five sizes, from the short form or from the options by name.
-
-    Raises:
-        typer.BadParameter: both are given, neither is, sizes are missing, or the short form is something else.
-    """
+    """The five sizes, from the short form or from the options by name."""
     given = [option for option, value in by_name.items() if value is not None]
     if thiek is None:
         missing = [option for option in by_name if option not in given]

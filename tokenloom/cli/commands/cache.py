@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -24,7 +24,7 @@ def list_kernels() -> None:
 
 def inspect_kernels(
     name: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Argument(metavar="NAME", hidden=True),  # else typer names its type beside it
     ] = None,
 ) -> None:

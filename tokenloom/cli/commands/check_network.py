@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -13,11 +13,10 @@ from tokenloom.cli.options import (
     OnDevice,
     Ranks,
     RanksPerNode,
-    file_option,
+    new_file_option,
     number_option,
     pick_ranks,
     require_nodes,
-    require_writable,
     whole_option,
 )
 from tokenloom.cli.terminal import FAILED, console
@@ -38,16 +37,13 @@ def check_network(
     rounds: Annotated[int, whole_option("--rounds", "Rounds of calls whose ranks come at random times.")] = 30,
     seed: Annotated[int, whole_option("--seed", "Seed of routing and of those times.", 0, MOST_SEED)] = 1,
     constants_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        file_option("--constants", "Write the measured constants to this file, for tokenloom plan --constants."),
+        Path | None,
+        new_file_option("--constants", "Write the measured constants to this file, for tokenloom plan --constants."),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Check bits, order and speed of everything between ranks, on ranks of its own or under torchrun."""
-    require_writable("--constants", constants_file)
-    require_writable("--json", json_file)
-    from tokenloom.bench.network.check import Options
-    from tokenloom.bench.network.run import by_torchrun, run_launched, run_on_own_ranks
+    from tokenloom.bench.network.check import Options, by_torchrun, run_launched, run_on_own_ranks
     from tokenloom.bench.setup import Run
 
     options = Options(ranks_per_node, timeout_s, rounds, seed, fits_constants=constants_file is not None)
@@ -56,7 +52,7 @@ def check_network(
             said = f"is {ranks}, but torchrun has started the ranks; leave it out"
             raise typer.BadParameter(said, param_hint="--ranks")
         unknown = Run(console(), 0, "", sys.argv[1:], json_file)
-        passed = run_launched(unknown, device.value if device else None, options, constants_file)
+        passed = run_launched(unknown, device, options, constants_file)
     else:
         num_ranks, where = pick_ranks(ranks, device, least=2)
         require_nodes(ranks_per_node, num_ranks)
@@ -70,11 +66,7 @@ def check_network(
 def _require_several_nodes(
     constants_file: Path | None, num_ranks: int, where: str, ranks_per_node: int | None
 ) -> None:
-    """Refuse to measure the network between nodes where all ranks are known to be on one. Those on GPUs find out.
-
-    Raises:
-        typer.BadParameter: they are.
-    """
+    """Refuse to measure the network between nodes where all ranks are known to be on one. Those on GPUs find out."""
     on_one = ranks_per_node == num_ranks or (ranks_per_node is None and where == "cpu")
     if constants_file is not None and on_one:
         least = next(size for size in range(num_ranks // 2, 0, -1) if num_ranks % size == 0)

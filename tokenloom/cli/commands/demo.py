@@ -9,8 +9,8 @@ import typer
 from tokenloom.cli.options import OnDevice, Ranks, RanksPerNode, pick_ranks, require_nodes, whole_option
 from tokenloom.cli.terminal import FAILED, console
 
-DEFAULT_STEPS = 160
-"""By then the loss has fallen by half; all of the demo takes less than a minute on two cores."""
+DEFAULT_STEPS = 100
+"""By then the loss has fallen to a third; all of the demo takes less than a minute on two cores."""
 
 
 def demo(

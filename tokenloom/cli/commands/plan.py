@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -18,11 +17,9 @@ from tokenloom.cli.options import (
     PlotFile,
     TokensList,
     choice_option,
-    file_option,
+    existing_file_option,
     number_option,
     numbers,
-    require_readable,
-    require_writable,
     whole_option,
 )
 from tokenloom.cli.terminal import console
@@ -33,56 +30,43 @@ MOST_MIB = 2**30
 """Far more than a GPU has."""
 
 
-class RowDtype(str, Enum):
-    """Dtype of dispatched rows."""
-
-    fp8 = "fp8"
-    bf16 = "bf16"
-
-
 def plan(
-    nodes: Annotated[
-        Optional[int],  # noqa: UP045
-        whole_option("--nodes", "Show this many nodes in detail, too."),
-    ] = None,
+    nodes: Annotated[int | None, whole_option("--nodes", "Show this many nodes in detail, too.")] = None,
     ranks_per_node: Annotated[int, whole_option("--ranks-per-node", "GPUs of a node, each with its NIC.")] = 8,
     tokens: TokensList = None,
     hidden: Hidden = 7168,
     num_experts: NumExperts = 256,
     top_k: AnyTopK = None,
     dtype: Annotated[
-        RowDtype, choice_option("--dtype", RowDtype, "Dtype of dispatched rows; combined rows are BF16.")
-    ] = RowDtype.fp8,
+        str, choice_option("--dtype", ("fp8", "bf16"), "Dtype of dispatched rows; combined rows are BF16.")
+    ] = "fp8",
     node_limit: Annotated[
-        Optional[int],  # noqa: UP045
-        whole_option("--node-limit", "Most nodes that the router lets a token choose. Default: no limit."),
+        int | None, whole_option("--node-limit", "Most nodes that the router lets a token choose. Default: no limit.")
     ] = None,
     nic_gbytes_per_s: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         number_option(
             "--nic-gbytes-per-s", "Rate of a GPU's NIC each way. Default: 46 and 45, as fitted to 400 Gb/s.", above=0
         ),
     ] = None,
     nvlink_gbytes_per_s: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         number_option(
             "--nvlink-gbytes-per-s", "Rate of a GPU's NVLinks each way. Default: 347, as measured on an H200.", above=0
         ),
     ] = None,
     put_us: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         number_option("--put-us", "Time of a put: about 0.5 if a thread of the host makes them. Default: 0.", least=0),
     ] = None,
     constants_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        file_option("--constants", "Read the constants of a cluster from this file."),
+        Path | None, existing_file_option("--constants", "Read the constants of a cluster from this file.")
     ] = None,
     routing_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        file_option("--routing", "Count the rows of measured topk_ids [W, T, K], .npy or .pt."),
+        Path | None, existing_file_option("--routing", "Count the rows of measured topk_ids [W, T, K], .npy or .pt.")
     ] = None,
     budget: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         number_option(
             "--budget",
             "MiB of a GPU for rows from other nodes. Also shows the memory that backends hold.",
@@ -94,10 +78,6 @@ def plan(
     json_file: JsonFile = None,
 ) -> None:
     """Model what dispatch and combine take between nodes, from 8 to 2048 ranks, beside published figures."""
-    require_readable("--constants", constants_file)
-    require_readable("--routing", routing_file)
-    require_writable("--plot", plot_file, ".png")
-    require_writable("--json", json_file)
     rates = {"--nic-gbytes-per-s": nic_gbytes_per_s, "--nvlink-gbytes-per-s": nvlink_gbytes_per_s, "--put-us": put_us}
     _require_alone("--constants", constants_file, rates)
     in_routing = {"--nodes": nodes, "--tokens": tokens, "--top-k": top_k, "--node-limit": node_limit}
@@ -115,7 +95,7 @@ def plan(
     top_k = routing[0].shape[1] if routing else top_k or DEFAULT_TOP_K
     run_plan(
         console(),
-        Problem(hidden, num_experts, top_k, dtype.value, ranks_per_node, node_limit),
+        Problem(hidden, num_experts, top_k, dtype, ranks_per_node, node_limit),
         numbers("--tokens", tokens) or DEFAULT_TOKENS,
         constants,
         num_nodes=nodes,
@@ -128,11 +108,7 @@ def plan(
 
 
 def _require_alone(option: str, file: Path | None, others: Mapping[str, object]) -> None:
-    """Refuse options whose values the file has.
-
-    Raises:
-        typer.BadParameter: naming them.
-    """
+    """Refuse options whose values the file has."""
     given = [name for name, value in others.items() if value is not None]
     if file is not None and given:
         said = f"is {file}, which says what {', '.join(given)} would; leave out one of them"

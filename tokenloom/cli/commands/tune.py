@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tokenloom.cli.options import (
-    Dtype,
+    DTYPES,
     Hidden,
     Intermediate,
     JsonFile,
@@ -21,7 +21,6 @@ from tokenloom.cli.options import (
     choice_option,
     pick_ranks,
     require_known,
-    require_writable,
     text_option,
     whole_option,
 )
@@ -34,7 +33,7 @@ def tune(
     intermediate: Intermediate,
     num_experts: NumExperts,
     top_k: TopK,
-    dtype: Annotated[Dtype, choice_option("--dtype", Dtype, "Dtype of the layer's parameters.")] = Dtype.bf16,
+    dtype: Annotated[str, choice_option("--dtype", DTYPES, "Dtype of the layer's parameters.")] = "bf16",
     ranks: Ranks = None,
     skew: Skew = 0.0,
     backend: Annotated[
@@ -45,7 +44,6 @@ def tune(
     json_file: JsonFile = None,
 ) -> None:
     """Measure what carries the payloads of a layer, and keep the best, which layers of this shape then use."""
-    require_writable("--json", json_file)
     num_ranks, where = pick_ranks(ranks, device, least=1)
     from tokenloom.backends import registry
     from tokenloom.bench.setup import Run
@@ -57,7 +55,7 @@ def tune(
         Run(console(), num_ranks, where, sys.argv[1:], json_file),
         Shape(tokens, hidden, top_k, num_experts),
         intermediate=intermediate,
-        dtype=dtype.value,
+        dtype=dtype,
         skew=skew,
         backend=backend,
         iterations=iterations,

@@ -73,6 +73,7 @@ class Buffer(NormalMode, LowLatencyMode):
         self._num_nodes = nodes_of(self.group_size, self._options["ranks_per_node"])
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
+        self._forms = {}
 
     @staticmethod
     def is_sm90_compiled() -> bool:

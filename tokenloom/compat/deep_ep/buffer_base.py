@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import torch.distributed as dist
 
-from tokenloom.comm.communicators_by_shape import Communicators
+from tokenloom.comm.communicators_by_shape import UNKNOWN, Communicators, Shape
+from tokenloom.compat.deep_ep.checks import Payload
 from tokenloom.compat.deep_ep.events import EventHandle, EventOverlap
-from tokenloom.compat.deep_ep.faults import NotServed, require
+from tokenloom.compat.deep_ep.faults import BadCall, NotServed, require
 from tokenloom.compat.deep_ep.streams import CommStream
 from tokenloom.errors import a_type
+
+if TYPE_CHECKING:
+    from tokenloom.comm.communicator import Communicator
 
 
 class BufferBase:
@@ -54,9 +59,22 @@ class BufferBase:
 
     @property
     def _calls(self) -> Communicators:
-        require(self._communicators is not None, "this buffer was destroyed; make a new one")
-        assert self._communicators is not None
+        if self._communicators is None:
+            raise BadCall("this buffer was destroyed; make a new one")
         return self._communicators
+
+    def _by_row(
+        self, payload: Payload, device: torch.device, comm: Communicator | None = None, shape: Shape = UNKNOWN
+    ) -> Payload:
+        """Make the scales of a payload contiguous. This may copy, so the current stream must be that of the call.
+
+        Args:
+            comm, shape: of the call, as ``Communicators.report_faults_of`` takes them.
+        """
+        if isinstance(payload, torch.Tensor) or payload[1].is_contiguous():
+            return payload
+        with self._calls.report_faults_of(device, comm, shape=shape):
+            return payload[0], payload[1].contiguous()
 
     def destroy(self) -> None:
         """Release everything. Later calls fail.

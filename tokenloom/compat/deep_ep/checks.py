@@ -92,8 +92,8 @@ def tokens_of(x: object, name: str = "x") -> torch.Tensor:
 def payload_of(x: object) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
     """Convert x to what ``Communicator.dispatch`` takes: no graph, and scales as words.
 
-    FP8 comes with 4-byte scales [N, n] of any strides: float32 or packed int32, n at most H / 128. :func:`by_row`
-    makes them contiguous.
+    FP8 comes with 4-byte scales [N, n] of any strides: float32 or packed int32, n at most H / 128.
+    ``BufferBase._by_row`` makes them contiguous.
     """
     tokens = plain(tokens_of(x))
     if not isinstance(x, (tuple, list)):
@@ -118,11 +118,6 @@ def payload_of(x: object) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
     return tokens if tokens.dtype is FP8 else tokens.view(FP8), scales
 
 
-def by_row(payload: Payload) -> Payload:
-    """Make the scales of a payload contiguous. This may copy, so the current stream must be that of the call."""
-    return payload if isinstance(payload, torch.Tensor) else (payload[0], payload[1].contiguous())
-
-
 def scales_as_given(received: torch.Tensor, x: object) -> torch.Tensor:
     """View received scales in the dtype of the caller's scales."""
     if not isinstance(x, (tuple, list)):
@@ -132,8 +127,9 @@ def scales_as_given(received: torch.Tensor, x: object) -> torch.Tensor:
 
 def rows_as_given(rows: torch.Tensor, x: object) -> torch.Tensor:
     """View received rows in the dtype of the caller's rows: any 1-byte dtype may stand for FP8."""
-    wanted = x[0].dtype if isinstance(x, (tuple, list)) else rows.dtype
-    return rows if rows.dtype == wanted else rows.view(wanted)
+    if not isinstance(x, (tuple, list)):
+        return rows
+    return rows if rows.dtype == x[0].dtype else rows.view(x[0].dtype)
 
 
 def ids_of(
@@ -166,16 +162,44 @@ def like(name: str, tensor: object, shape: Sequence[int], dtype: torch.dtype, de
     return plain(tensor)
 
 
-def fits(tensor: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell at a glance whether :func:`like` returns the tensor itself. If not, call :func:`like` for the error."""
-    return (
-        is_dense(tensor)
-        and tensor.shape == shape
-        and tensor.dtype is dtype
-        and tensor.device == device
-        and tensor.is_contiguous()
-        and not tensor.requires_grad
-    )
+def fits(tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """Tell at a glance whether :func:`like` accepts a tensor. If not, call :func:`like` for the error."""
+    try:
+        return (
+            tensor.__class__ is torch.Tensor
+            and tensor.shape == shape
+            and tensor.dtype is dtype
+            and tensor.device == device
+            and tensor.is_contiguous()
+        )
+    except RuntimeError:  # a nested or sparse tensor
+        return False
+
+
+def fits_rows(x: Any, routed: Routed) -> bool:
+    """Tell at a glance whether :func:`rows_of` accepts rows, whatever their dtype, and no row is left out."""
+    shape = routed.shape
+    try:
+        return x.__class__ is torch.Tensor and x.shape == shape and shape[1] % ROW_BYTES == 0 and x.is_contiguous()
+    except RuntimeError:  # a nested or sparse tensor
+        return False
+
+
+def sizes_at_a_glance(x: Any) -> tuple[int, int, torch.dtype] | None:
+    """Return N, H and the dtype of rows if :func:`payload_of` gives x as it is, with scales by row, at a glance."""
+    rows, scales = x if x.__class__ is tuple and len(x) == 2 else (x, None)
+    try:
+        (num_tokens, hidden), dtype = rows.shape, rows.dtype
+        if rows.__class__ is not torch.Tensor or not rows.is_contiguous():
+            return None
+    except (AttributeError, ValueError, RuntimeError):  # no tensor, of other dimensions, or a nested one
+        return None
+    if scales is None:
+        is_right = dtype.itemsize > 1 and hidden * dtype.itemsize % ROW_BYTES == 0
+    else:
+        shape = (num_tokens, hidden // FP8_BLOCK)
+        is_right = dtype is FP8 and hidden % FP8_BLOCK == 0 and fits(scales, shape, torch.float32, rows.device)
+    return (num_tokens, hidden, dtype) if is_right and hidden else None
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -197,17 +221,15 @@ def _require_here(name: str, tensor: torch.Tensor, device: torch.device) -> None
 
 def number(name: str, value: object, least: int) -> int:
     """Return the value, or raise unless it is an int of at least ``least``."""
-    require(
-        isinstance(value, int) and not isinstance(value, bool) and value >= least,
-        f"{name} is {value!r}, expected an int of at least {least}",
-    )
-    assert isinstance(value, int)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise BadCall(f"{name} is {value!r}, expected an int of at least {least}")
     return value
 
 
 def config(value: object) -> None:
     """Raise unless the value is a ``deep_ep.Config`` or None."""
-    require(value is None or isinstance(value, Config), f"config is {a_type(value)}, expected a Config or None")
+    if not (value is None or isinstance(value, Config)):
+        raise BadCall(f"config is {a_type(value)}, expected a Config or None")
 
 
 def biases_of(bias: object, rows: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...] | None:
@@ -233,9 +255,9 @@ def rows_of(x: object, routed: Routed) -> torch.Tensor:
     return rows
 
 
-def padded(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Add rows of zeros. This may copy, so the current stream must be that of the call."""
-    return rows if len(rows) == num_rows else torch.cat([rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])])
+def padded(rows: torch.Tensor, missing: int) -> torch.Tensor:
+    """Add rows of zeros. This copies, so the current stream must be that of the call."""
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
 
 
 def received(routed: Routed, x: object) -> Payload:

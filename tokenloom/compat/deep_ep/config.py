@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from tokenloom.compat.deep_ep.faults import require
@@ -14,6 +16,7 @@ METADATA_BYTES = 128
 """Room beside a row in a hint: ids and weights."""
 
 
+@cache
 def most_sms() -> int:
     """Return the most SMs that a kernel takes."""
     from tokenloom.backends.registry import MAX_SMS  # not at the top, so that importing is quick

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,10 +99,7 @@ class ElasticCalls(BufferBase):
         device = checks.device_of(x)
         routing: tuple[Any, ...] = (topk_idx, topk_weights, num_experts, num_max_tokens_per_rank, expert_alignment)
         comm = handle.dispatched.comm if isinstance(handle, EPHandle) else None
-
-        def likely() -> Shape:
-            return checks.likely_shape(x, num_experts, topk_idx, num_sms=most_sms())
-
+        likely = partial(checks.likely_shape, x, num_experts, topk_idx, num_sms=most_sms())
         with self._calls.report_faults_of(device, comm, shape=likely):
             payload = checks.payload_of(x)
             tokens = payload[0] if isinstance(payload, tuple) else payload
@@ -118,13 +116,14 @@ class ElasticCalls(BufferBase):
             cached = handle
 
             def resend() -> tuple[Any, ...]:
-                with self._calls.report_faults_of(device, cached.dispatched.comm):
-                    sent = checks.by_row(payload)
+                sent = self._by_row(payload, device, cached.dispatched.comm)
                 rows, ids, weights = self._dispatch_again(cached, sent, x, topk_weights, copy)
                 _add(stats, cached.dispatched.routed)
                 return _laid_out(rows, use_tma_aligned_col_major_sf), ids, weights
 
-            (rows, ids, weights), event = self._run(resend, inputs, device, events, async_with_compute_stream)
+            (rows, ids, weights), event = self._run(
+                resend, inputs, cached.dispatched.comm, events, async_with_compute_stream
+            )
             return rows, ids, weights, handle, event
         with self._calls.report_faults_of(device, shape=likely):
             top_k = checks.ids_of(topk_idx, len(tokens), device)
@@ -150,8 +149,7 @@ class ElasticCalls(BufferBase):
         shape = Shape(num_experts, tokens.shape[1], top_k, wide_rows(tokens.dtype), most_sms())
 
         def first() -> tuple[Any, ...]:
-            with self._calls.report_faults_of(device, shape=shape):
-                sent = checks.by_row(payload)
+            sent = self._by_row(payload, device, None, shape)
 
             def send(comm: Communicator) -> tuple[Communicator, Routed]:
                 return comm, comm.dispatch(sent, topk_idx, own_weights, **options)
@@ -168,7 +166,7 @@ class ElasticCalls(BufferBase):
                 Dispatched(comm, routed, ids),
             )
 
-        results, event = self._run(first, inputs, device, events, async_with_compute_stream)
+        results, event = self._run(first, inputs, topk_idx, events, async_with_compute_stream)
         rows, recv_ids, recv_weights, counts, dispatched = results
         used_sms = num_sms or self.get_theoretical_num_sms(num_experts, top_k)
         made = EPHandle(dispatched, dispatched.ids, do_expand, alignment, most or len(tokens), used_sms, counts)
@@ -206,39 +204,50 @@ class ElasticCalls(BufferBase):
         Returns:
             combined_x [N, H] of x's dtype, combined_topk_weights float32 [N, K] or None, event.
         """
-        device = checks.device_of(x)
-        with self._calls.report_faults_of(
-            device, None, "combine", shape=lambda: checks.likely_shape(x, num_sms=most_sms())
+        rows, biases, missing = x, None, 0
+        if not (
+            topk_weights is bias is None
+            and self._communicators is not None
+            and handle.__class__ is EPHandle
+            and checks.fits_rows(x, handle.dispatched.routed)
         ):
-            _require_handle(handle)
-        comm, routed = handle.dispatched.comm, handle.dispatched.routed
-        with self._calls.report_faults_of(device, comm, "combine"):
-            rows = checks.rows_of(x, routed)
-            biases = checks.biases_of(bias, rows, len(handle.dispatched.ids))
-            if topk_weights is not None:
-                wanted = [len(x)] if handle.do_expand else [len(x), comm.plan.top_k]
-                topk_weights = checks.like("topk_weights", topk_weights, wanted, torch.float32, device)
+            device = checks.device_of(x)
 
-        def call() -> tuple[torch.Tensor, torch.Tensor | None]:
+            with self._calls.report_faults_of(
+                device, None, "combine", shape=partial(checks.likely_shape, x, num_sms=most_sms())
+            ):
+                _require_handle(handle)
+            comm, routed = handle.dispatched.comm, handle.dispatched.routed
             with self._calls.report_faults_of(device, comm, "combine"):
-                whole = checks.padded(rows, routed.shape[0])
-                weights = None if topk_weights is None else checks.padded(topk_weights, len(whole))
-            out = comm.combine(whole, routed, bias=biases, weighted=False if handle.do_expand else None)
-            return out, None if weights is None else comm.combine_weights(weights, routed)
-
-        inputs = (x, topk_weights, bias, routed)
+                rows = checks.rows_of(x, routed)
+                biases = checks.biases_of(bias, rows, len(handle.dispatched.ids))
+                missing = routed.shape[0] - len(rows)
+                if topk_weights is not None:
+                    wanted = [len(x)] if handle.do_expand else [len(x), comm.plan.top_k]
+                    topk_weights = checks.like("topk_weights", topk_weights, wanted, torch.float32, device)
+        dispatched, weighted = handle.dispatched, False if handle.do_expand else None
+        rest = (self, rows, topk_weights, biases, missing, weighted)
+        inputs = (x, topk_weights, bias, dispatched.routed)
         events = (previous_event, previous_event_before_epilogue)
-        (out, weights), event = self._run(call, inputs, device, events, async_with_compute_stream)
+        (out, weights), event = self._run(
+            dispatched.combine, inputs, dispatched.comm, events, async_with_compute_stream, *rest
+        )
         return out, weights, event
 
     def _run(
-        self, call: Any, inputs: tuple[Any, ...], device: torch.device, events: tuple[Any, Any], async_finish: bool
+        self,
+        call: Any,
+        inputs: tuple[Any, ...],
+        owner: Any,
+        events: tuple[Any, Any],
+        async_finish: bool,
+        *arguments: Any,
     ) -> tuple[Any, EventOverlap]:
         before, also = events
         recorded = recorded_in(also)
         if recorded is not None:
-            self._stream.of(device).wait_event(recorded)
-        return self._stream.run(call, inputs, device, before, async_finish, False)
+            self._stream.of(owner.device).wait_event(recorded)
+        return self._stream.run(call, inputs, owner, before, async_finish, False, *arguments)
 
     def _most(self, of_call: int | None, num_tokens: int) -> int:
         """Return M, or 0 if neither the call nor the buffer has one."""

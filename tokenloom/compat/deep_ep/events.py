@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tokenloom.compat.deep_ep.faults import require
+from tokenloom.compat.deep_ep.faults import BadCall
 from tokenloom.errors import a_type
 
 
@@ -64,8 +64,8 @@ class EventOverlap:
         Raises:
             BadCall: there is no event.
         """
-        require(self.event is not None, "EventOverlap.current_stream_wait: there is no event to wait for")
-        assert self.event is not None
+        if self.event is None:
+            raise BadCall("EventOverlap.current_stream_wait: there is no event to wait for")
         self.event.current_stream_wait()
         hook, self.hook_after_wait = self.hook_after_wait, None
         if hook is not None:
@@ -94,10 +94,10 @@ def recorded_in(event: object) -> torch.cuda.Event | None:
     Raises:
         BadCall: the value is none of these.
     """
-    require(
-        event is None or isinstance(event, EventHandle | EventOverlap),
-        f"the event to wait for is {a_type(event)}, expected an EventOverlap, an EventHandle or None",
-    )
+    if event is None:
+        return None
+    if not isinstance(event, EventHandle | EventOverlap):
+        raise BadCall(f"the event to wait for is {a_type(event)}, expected an EventOverlap, an EventHandle or None")
     handle = event.event if isinstance(event, EventOverlap) else event
     return handle.recorded if isinstance(handle, EventHandle) else None
 

@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenloom.comm.routed import Routed
+from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.faults import NotServed
 
 if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
+    from tokenloom.compat.deep_ep.buffer_base import BufferBase
+
+
+LOW_LATENCY_PARTS = 5
+"""Parts of a handle in low-latency mode."""
 
 
 @dataclass(eq=False)  # frozen, it would take three times as long to make
@@ -33,6 +39,29 @@ class Dispatched:
     routed: Routed
     ids: torch.Tensor
     with_ids: bool = True
+
+    def combine(
+        self,
+        buffer: BufferBase,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+        biases: tuple[torch.Tensor, ...] | None,
+        missing: int,
+        weighted: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Bring rows home, and weights if there are some.
+
+        Args:
+            missing: rows behind the last received one that the client has left out.
+            weighted: as of ``Communicator.combine``.
+        """
+        comm, routed = self.comm, self.routed
+        if missing:
+            with buffer._calls.report_faults_of(comm.device, comm, "combine"):
+                rows = checks.padded(rows, missing)
+                weights = None if weights is None else checks.padded(weights, missing)
+        out = comm.combine(rows, routed, bias=biases, weighted=weighted)
+        return out, None if weights is None else comm.combine_weights(weights, routed)
 
 
 def kept_ids(topk_idx: torch.Tensor, routed: Routed) -> torch.Tensor:
@@ -61,11 +90,11 @@ class Parts(Sequence[Any]):
         find_makers: Callable[..., Sequence[Callable[[], Any]]],
         *arguments: Any,
     ) -> None:
-        self.dispatched, self._number = dispatched, number
+        self.dispatched, self.number = dispatched, number
         self._find_makers, self._arguments = find_makers, arguments
 
     def __len__(self) -> int:
-        return self._number
+        return self.number
 
     def __getitem__(self, index: Any) -> Any:
         makers = self._find_makers(self.dispatched, *self._arguments)[index]
@@ -141,7 +170,7 @@ def low_latency_handle(dispatched: Dispatched, max_tokens: int, hidden: int, num
     Its parts are src_info int32 [L, R * M], layout_range int64 [L, R] of ``first << 32 | count``, M, the hidden size
     and E.
     """
-    return Parts(dispatched, 5, _low_latency_parts, max_tokens, hidden, num_experts)
+    return Parts(dispatched, LOW_LATENCY_PARTS, _low_latency_parts, max_tokens, hidden, num_experts)
 
 
 def _low_latency_parts(

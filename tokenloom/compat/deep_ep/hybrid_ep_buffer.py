@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -141,14 +142,12 @@ class HybridEPBuffer(BufferBase):
         comm = handle.dispatched.comm if isinstance(handle, Parts) else None
         local = num_of_experts_per_rank
         experts = self._experts(local) if local is None or isinstance(local, int) else None
-
-        def likely() -> Shape:
-            return checks.likely_shape(hidden, experts, topk_idx)
-
+        likely = partial(checks.likely_shape, hidden, experts, topk_idx)
         with self._calls.report_faults_of(device, comm, shape=likely):
             refuse(**others)
             hidden = hidden.contiguous() if checks.is_dense(hidden) else hidden
-            payload = checks.by_row(checks.payload_of(hidden if scaling_factor is None else (hidden, scaling_factor)))
+            payload = checks.payload_of(hidden if scaling_factor is None else (hidden, scaling_factor))
+            payload = self._by_row(payload, device, comm)
             fp8 = self.use_fp8 if use_fp8 is None else use_fp8
             require(fp8 == isinstance(payload, tuple), f"use_fp8 is {fp8}, hidden is {hidden.dtype}")
             alignment = 1 if pad_multiple is None else checks.number("pad_multiple", pad_multiple, 1)
@@ -174,7 +173,7 @@ class HybridEPBuffer(BufferBase):
         if handle is not None:
             resend = lambda: _resend(handle, payload, weights)  # noqa: E731
             read = (payload, weights, dispatched.routed)
-            return self._stream.run(resend, read, device, None, False, False)[0]
+            return self._stream.run(resend, read, dispatched.comm, None, False, False)[0]
         options: dict[str, Any] = {"layout": "expert", "alignment": alignment, "copy": "if_needed"}
         if capacity is not None:
             options |= {"sizes": "bounded", "capacity": capacity}
@@ -192,7 +191,7 @@ class HybridEPBuffer(BufferBase):
             return _permuted(_handle(Dispatched(comm, routed, ids), alignment), routed, routes.weighted)
 
         inputs = (payload, topk_idx, topk_weights, routing_map, probs)
-        return self._stream.run(first, inputs, device, None, False, False)[0]
+        return self._stream.run(first, inputs, hidden, None, False, False)[0]
 
     @naming("HybridEPBuffer.combine_with_unpermute")
     def combine_with_unpermute(
@@ -221,7 +220,7 @@ class HybridEPBuffer(BufferBase):
             [N, H] of hidden's dtype; probs float32 [N, E], 0 where there is no route, or None.
         """
         device = checks.device_of(hidden)
-        with self._calls.report_faults_of(device, None, "combine", shape=lambda: checks.likely_shape(hidden)):
+        with self._calls.report_faults_of(device, None, "combine", shape=partial(checks.likely_shape, hidden)):
             _check_handle(handle, pad_multiple)
         dispatched: Dispatched = handle.dispatched
         comm, routed = dispatched.comm, dispatched.routed
@@ -242,7 +241,7 @@ class HybridEPBuffer(BufferBase):
                 return out, None
             return out, dense(comm.combine_weights(probs, routed), dispatched.ids, comm.plan.num_experts)
 
-        return self._stream.run(call, (rows, probs, routed), device, None, False, False)[0]
+        return self._stream.run(call, (rows, probs, routed), comm, None, False, False)[0]
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotServed. Use :meth:`dispatch_with_permute`."""

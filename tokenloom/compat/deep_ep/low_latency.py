@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +14,10 @@ from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
 from tokenloom.compat.deep_ep.checks import Payload
-from tokenloom.compat.deep_ep.config import most_sms
+from tokenloom.compat.deep_ep.config import most_sms, topk_idx_t
 from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, refuse, require
+from tokenloom.compat.deep_ep.handles import LOW_LATENCY_PARTS as PARTS
 from tokenloom.compat.deep_ep.handles import Dispatched, Parts, low_latency_handle
 from tokenloom.errors import ShapeMismatch, a_type
 from tokenloom.ops.quant.scale_layouts import empty_scales
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
 
 Hook = Callable[[], None]
+MAX_FORMS = 64
+"""Forms of dispatches that are remembered. A program has a few."""
 
 
 class LowLatencyMode(BufferBase):
@@ -39,6 +42,7 @@ class LowLatencyMode(BufferBase):
     rank: int
     group_size: int
     enable_shrink: bool
+    _forms: dict[object, _Form]
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -89,40 +93,65 @@ class LowLatencyMode(BufferBase):
             stride 1 along rows). recv_count int32 [L]; handle; event; hook or None. All are tensors of the caller's.
         """
         stats = cumulative_local_expert_recv_stats
-        device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-
-        def likely() -> Shape:
-            return checks.likely_shape(x, num_experts, topk_idx, num_sms=most_sms())
-
-        with self._calls.report_faults_of(device, awaited=False, shape=likely):
-            refuse(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
-            require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
-            require(round_scale or not use_ue8m0, "use_ue8m0 needs round_scale=True")
-            require(use_fp8 or not round_scale, "round_scale needs use_fp8=True")
-            x = checks.plain(checks.tokens_of(x))
-            num_tokens, hidden = x.shape
-            top_k = checks.ids_of(topk_idx, num_tokens, device)
-            most = checks.number("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
-            checks.number("num_experts", num_experts, 1)
-            if num_tokens > most:
-                raise ShapeMismatch(
-                    f"x has {num_tokens} tokens, num_max_dispatch_tokens_per_rank is {most}; pass more"
+        options = (num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0)
+        form = None
+        if stats is dispatch_wait_recv_cost_stats is None and not (async_finish or return_recv_hook or others):
+            form = self._form_at_a_glance(x, topk_idx, options)
+        if form is None:
+            device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
+            likely = partial(checks.likely_shape, x, num_experts, topk_idx, num_sms=most_sms())
+            with self._calls.report_faults_of(device, awaited=False, shape=likely):
+                refuse(dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, **others)
+                require(
+                    not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other"
                 )
-            if num_experts % self.group_size:
-                raise BadCall(f"num_experts is {num_experts}, {self.group_size} ranks do not divide it")
-            if use_fp8 and hidden % FP8_BLOCK:
-                raise NotServed(f"use_fp8 needs a hidden size that is a multiple of {FP8_BLOCK}, x has {hidden}")
-            local, places = num_experts // self.group_size, self.group_size * most
-            if stats is not None:
-                checks.like("cumulative_local_expert_recv_stats", stats, [local], torch.int32, device)
-        sizes = (num_experts, hidden, top_k, x.dtype, local, places)
-        shape, keywords, room = _form_of(*sizes, most_sms(), use_fp8, round_scale, use_ue8m0)
+                require(round_scale or not use_ue8m0, "use_ue8m0 needs round_scale=True")
+                require(use_fp8 or not round_scale, "round_scale needs use_fp8=True")
+                x = checks.plain(checks.tokens_of(x))
+                num_tokens, hidden = x.shape
+                top_k = checks.ids_of(topk_idx, num_tokens, device)
+                most = checks.number("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+                checks.number("num_experts", num_experts, 1)
+                if num_tokens > most:
+                    raise ShapeMismatch(
+                        f"x has {num_tokens} tokens, num_max_dispatch_tokens_per_rank is {most}; pass more"
+                    )
+                if num_experts % self.group_size:
+                    raise BadCall(f"num_experts is {num_experts}, {self.group_size} ranks do not divide it")
+                if use_fp8 and hidden % FP8_BLOCK:
+                    raise NotServed(f"use_fp8 needs a hidden size that is a multiple of {FP8_BLOCK}, x has {hidden}")
+                if stats is not None:
+                    local = [num_experts // self.group_size]
+                    checks.like("cumulative_local_expert_recv_stats", stats, local, torch.int32, device)
+            form = _Form(hidden, top_k, x.dtype, self.group_size, *options)
+            if _are_plain(options):
+                if len(self._forms) >= MAX_FORMS:
+                    self._forms.clear()
+                self._forms[hidden, top_k, x.dtype, topk_idx.dtype, options] = form
+        shape, most = form.shape, form.most
         if not return_recv_hook:
-            return self._dispatch_whole(shape, most, keywords, room, x, topk_idx, stats, async_finish)
-        rows, out = room.make(device)
+
+            def whole() -> tuple[Any, ...]:
+                device = topk_idx.device
+                rows, out = form.make_room(device)
+
+                def dispatch(comm: Communicator) -> Dispatched:
+                    return Dispatched(comm, comm.dispatch(x, topk_idx, **form.options, out=out), topk_idx)
+
+                dispatched = self._calls.run(shape, most, device, dispatch)
+                if stats is not None:
+                    stats.add_(dispatched.routed.expert_counts)
+                return rows, out.expert_counts, dispatched
+
+            inputs = (x, topk_idx, stats)
+            (rows, counts, dispatched), event = self._stream.run(whole, inputs, x, None, async_finish, False)
+            made = low_latency_handle(dispatched, most, shape.hidden, shape.num_experts)
+            return rows, counts, made, event, None
+        device = x.device
+        rows, out = form.make_room(device)
 
         def send(comm: Communicator) -> tuple[Communicator, Any]:
-            return comm, comm.send_dispatch(x, topk_idx, None, **keywords, out=out)
+            return comm, comm.send_dispatch(x, topk_idx, None, **form.options, out=out)
 
         self._stream.order_behind(device)
         with torch.no_grad():
@@ -142,39 +171,25 @@ class LowLatencyMode(BufferBase):
             return taken[0]
 
         hooked: Any = _Hooked(comm, topk_idx, ready)
-        made = low_latency_handle(hooked, most, hidden, num_experts)
+        made = low_latency_handle(hooked, most, shape.hidden, num_experts)
         assert out.expert_counts is not None
         return rows, out.expert_counts, made, EventOverlap(), hook
 
-    def _dispatch_whole(
-        self,
-        shape: Shape,
-        most: int,
-        keywords: dict[str, Any],
-        room: _Room,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        stats: torch.Tensor | None,
-        async_finish: bool,
-    ) -> tuple[Payload, torch.Tensor, Parts, EventOverlap, None]:
-        """Make a dispatch without a hook, with checked arguments."""
-        device = x.device
+    def _form_at_a_glance(self, x: Any, topk_idx: Any, options: tuple[Any, ...]) -> _Form | None:
+        """Find the form of dispatches like this one, if it is right at a glance.
 
-        def whole() -> tuple[Any, ...]:
-            rows, out = room.make(device)
-
-            def dispatch(comm: Communicator) -> Dispatched:
-                return Dispatched(comm, comm.dispatch(x, topk_idx, **keywords, out=out), topk_idx)
-
-            dispatched = self._calls.run(shape, most, device, dispatch)
-            if stats is not None:
-                stats.add_(dispatched.routed.expert_counts)
-            return rows, out.expert_counts, dispatched
-
-        inputs = (x, topk_idx, stats)
-        (rows, counts, dispatched), event = self._stream.run(whole, inputs, device, None, async_finish, False)
-        made = low_latency_handle(dispatched, most, shape.hidden, shape.num_experts)
-        return rows, counts, made, event, None
+        Of wrong strides the communicator says what a check would say.
+        """
+        if not (x.__class__ is torch.Tensor is topk_idx.__class__) or self._communicators is None:
+            return None
+        try:
+            (num_tokens, hidden), (num_ids, top_k) = x.shape, topk_idx.shape
+            form = self._forms.get((hidden, top_k, x.dtype, topk_idx.dtype, options))
+        except (TypeError, ValueError, RuntimeError):  # not to be looked up, of other dimensions, or a nested tensor
+            return None
+        if form is None or not num_ids == num_tokens <= form.most or topk_idx.device != x.device:
+            return None
+        return form if _are_plain(options) else None
 
     @naming("Buffer.low_latency_combine")
     def low_latency_combine(
@@ -209,32 +224,39 @@ class LowLatencyMode(BufferBase):
         Returns:
             combined_x [N, H] of x's dtype, which is ``out`` if there is one; event; hook or None.
         """
-        device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
-
-        def likely() -> Shape:
-            return checks.likely_shape(None, num_sms=most_sms())
-
-        with self._calls.report_faults_of(device, None, "combine", False, _first_call, likely):
-            if not isinstance(handle, Parts) or len(handle) != 5:
-                raise BadCall(f"handle is {a_type(handle)}, expected what low_latency_dispatch returned")
-            routed, comm, ids = handle.dispatched.routed, handle.dispatched.comm, handle.dispatched.ids
-        with self._calls.report_faults_of(device, comm, "combine", False, _first_call):
-            refuse(use_logfmt=use_logfmt, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats, **others)
-            require(not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other")
-            if zero_copy:
-                x = vars(handle).get("room", x)
-            checks.tensor("x", x)
-            shape = list(routed.tokens.shape)
-            rows = checks.like("x", x, shape, x.dtype, device)
-            routed.replace_ids(checks.like("topk_idx", topk_idx, ids.shape, ids.dtype, device))
-            weights = checks.like("topk_weights", topk_weights, ids.shape, torch.float32, device)
-            if out is not None:
-                checks.like("out", out, [len(ids), shape[2]], x.dtype, device)
+        rows, weights = x, topk_weights
+        is_plain = not (use_logfmt or zero_copy or async_finish or return_recv_hook or others)
+        if not (
+            is_plain
+            and combine_wait_recv_cost_stats is None
+            and self._fits_low_latency_combine(x, topk_idx, topk_weights, handle, out)
+        ):
+            device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
+            likely = checks.likely_shape(None, num_sms=most_sms())
+            with self._calls.report_faults_of(device, None, "combine", False, _first_call, likely):
+                if not isinstance(handle, Parts) or len(handle) != PARTS:
+                    raise BadCall(f"handle is {a_type(handle)}, expected what low_latency_dispatch returned")
+                routed, comm, ids = handle.dispatched.routed, handle.dispatched.comm, handle.dispatched.ids
+            with self._calls.report_faults_of(device, comm, "combine", False, _first_call):
+                refuse(use_logfmt=use_logfmt, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats, **others)
+                require(
+                    not (async_finish and return_recv_hook), "async_finish and return_recv_hook exclude each other"
+                )
+                rows = checks.tensor("x", vars(handle).get("room", x) if zero_copy else x)
+                rows = checks.like("x", rows, routed.shape, rows.dtype, device)
+                checks.like("topk_idx", topk_idx, ids.shape, ids.dtype, device)
+                weights = checks.like("topk_weights", topk_weights, ids.shape, torch.float32, device)
+                if out is not None:
+                    checks.like("out", out, [len(ids), rows.shape[2]], rows.dtype, device)
+        comm, routed = handle.dispatched.comm, handle.dispatched.routed
+        routed.replace_ids(topk_idx)
         if not return_recv_hook:
-            inputs = (rows, weights, routed, out)
-            home, event = self._stream.run(lambda: _home(comm, *inputs), inputs, device, None, async_finish, False)
+            inputs, rest = (rows, weights, routed, out), (comm, rows, weights, routed, out)
+            home, event = self._stream.run(_home, inputs, comm, None, async_finish, False, *rest)
             return home, event, None
-        home = torch.empty(len(ids), shape[2], dtype=rows.dtype, device=device) if out is None else out
+        device = comm.device
+        shape = len(topk_idx), routed.shape[2]
+        home = torch.empty(shape, dtype=rows.dtype, device=device) if out is None else out
         self._stream.order_behind(device)
         with torch.no_grad():
             pending = comm.send_combine(rows, routed, topk_weights=weights, out=home)
@@ -249,9 +271,27 @@ class LowLatencyMode(BufferBase):
 
         return home, EventOverlap(), hook
 
+    def _fits_low_latency_combine(self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, out: Any) -> bool:
+        """Tell at a glance whether the tensors of a combine are right.
+
+        Of wrong sizes, dtypes and strides of weights the communicator says what a check would say.
+        """
+        if handle.__class__ is not Parts or handle.number != PARTS or self._communicators is None:
+            return False
+        dispatched = handle.dispatched
+        if dispatched.__class__ is not Dispatched or not checks.fits_rows(x, dispatched.routed):
+            return False
+        device, ids = x.device, dispatched.ids
+        return (
+            checks.fits(topk_idx, ids.shape, topk_idx_t, device)
+            and topk_weights.__class__ is torch.Tensor
+            and topk_weights.device == device
+            and (out is None or checks.fits(out, (ids.shape[0], x.shape[2]), x.dtype, device))
+        )
+
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """Return a bfloat16 tensor [L, R * M, H] for the experts' rows of a combine with ``zero_copy``."""
-        require(isinstance(handle, Parts) and len(handle) == 5, "handle: expected that of low_latency_dispatch")
+        require(isinstance(handle, Parts) and len(handle) == PARTS, "handle: expected that of low_latency_dispatch")
         if "room" not in vars(handle):
             routed = handle.dispatched.routed
             shape, device = routed.tokens.shape, handle.dispatched.comm.device
@@ -313,6 +353,13 @@ class LowLatencyMode(BufferBase):
         require(self.enable_shrink, "masks need a buffer that was made with enable_shrink=True")
 
 
+def _are_plain(options: tuple[Any, ...]) -> bool:
+    """Tell whether options have their classes. Others may equal them: 1 is True, and True is no number of tokens."""
+    most, num_experts, use_fp8, round_scale, use_ue8m0 = options
+    are_numbers = most.__class__ is num_experts.__class__ is int
+    return are_numbers and use_fp8.__class__ is round_scale.__class__ is use_ue8m0.__class__ is bool
+
+
 def _first_call(comm: Communicator) -> str:
     return comm.first_call_of_combine()
 
@@ -322,28 +369,6 @@ def _home(
 ) -> torch.Tensor:
     """Combine rows with weights from home."""
     return comm.combine(rows, routed, topk_weights=weights, out=out)
-
-
-@lru_cache(maxsize=64, typed=True)  # the host would take longer to describe it at each call than to check the rest
-def _form_of(
-    num_experts: int,
-    hidden: int,
-    top_k: int,
-    dtype: torch.dtype,
-    local: int,
-    places: int,
-    num_sms: int,
-    use_fp8: bool,
-    round_scale: bool,
-    use_ue8m0: bool,
-) -> tuple[Shape, dict[str, Any], _Room]:
-    """Describe dispatches that are alike: the communicator's shape, options of the call, and room for results."""
-    options: dict[str, Any] = {"layout": "slots", "capacity": places}
-    if use_fp8:
-        scale_layout = "packed" if use_ue8m0 else "columns"
-        options |= {"to_fp8": True, "power_of_two_scales": round_scale, "scale_layout": scale_layout}
-    shape = Shape(num_experts, hidden, top_k, wide_rows(dtype), num_sms)
-    return shape, options, _Room(local, places, hidden, dtype, use_fp8, use_ue8m0)
 
 
 class _Hooked:
@@ -357,21 +382,40 @@ class _Hooked:
         return self._ready()
 
 
-class _Room:
-    """Room for the results of one kind of dispatch: shapes, strides and dtypes of its tensors."""
+class _Form:
+    """Dispatches that are alike, but for their tokens. The host would take long to describe them at each call.
+
+    Attributes:
+        shape: of the communicator.
+        most: tokens of a rank.
+        options: of ``Communicator.dispatch``.
+    """
 
     def __init__(
-        self, local: int, places: int, hidden: int, dtype: torch.dtype, use_fp8: bool, use_ue8m0: bool
+        self,
+        hidden: int,
+        top_k: int,
+        dtype: torch.dtype,
+        num_ranks: int,
+        most: int,
+        num_experts: int,
+        use_fp8: bool,
+        round_scale: bool,
+        use_ue8m0: bool,
     ) -> None:
-        self._rows, self._dtype, self._local = (local, places, hidden), checks.FP8 if use_fp8 else dtype, local
+        self._local, places, self.most = num_experts // num_ranks, num_ranks * most, most
+        self.shape = Shape(num_experts, hidden, top_k, wide_rows(dtype), most_sms())
+        self.options: dict[str, Any] = {"layout": "slots", "capacity": places}
+        self._rows, self._dtype = (self._local, places, hidden), checks.FP8 if use_fp8 else dtype
         self._scales: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None
         if use_fp8:
-            shape, scale_layout = [local, places, hidden // FP8_BLOCK], "packed" if use_ue8m0 else "columns"
-            like = empty_scales(scale_layout, shape, torch.device("meta"))
+            scale_layout = "packed" if use_ue8m0 else "columns"
+            self.options |= {"to_fp8": True, "power_of_two_scales": round_scale, "scale_layout": scale_layout}
+            like = empty_scales(scale_layout, [*self._rows[:2], hidden // FP8_BLOCK], torch.device("meta"))
             self._scales = tuple(like.shape), like.stride(), like.dtype
 
-    def make(self, device: torch.device) -> tuple[Payload, DispatchOut]:
-        """Make new tensors: (as the client gets them, as a dispatch takes them)."""
+    def make_room(self, device: torch.device) -> tuple[Payload, DispatchOut]:
+        """Make new tensors for results: (as the client gets them, as a dispatch takes them)."""
         rows = torch.empty(self._rows, dtype=self._dtype, device=device)
         counts = torch.empty(self._local, dtype=torch.int32, device=device)
         if self._scales is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
@@ -11,7 +13,7 @@ from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
 from tokenloom.compat.deep_ep.checks import Payload
-from tokenloom.compat.deep_ep.config import Config
+from tokenloom.compat.deep_ep.config import Config, topk_idx_t
 from tokenloom.compat.deep_ep.events import EventOverlap
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, naming, require
 from tokenloom.compat.deep_ep.handles import Dispatched, Parts, kept_ids, normal_handle
@@ -22,6 +24,7 @@ from tokenloom.plan import MAX_TOP_K, align_up
 if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
 
+F = TypeVar("F", bound=Callable[..., Any])
 Received = tuple[
     Payload,
     torch.Tensor | None,
@@ -31,6 +34,22 @@ Received = tuple[
     EventOverlap,
 ]
 """Result of a dispatch."""
+
+
+def _between_nodes(method: F) -> F:
+    """Give the form of a method between nodes, which is the same, for programs that name it.
+
+    It raises BadCall if all ranks of the buffer are on one node.
+    """
+    name = method.__name__
+
+    @naming(f"Buffer.internode_{name}")
+    @wraps(method)
+    def call(self: NormalMode, *args: Any, **kwargs: Any) -> Any:
+        require(self._num_nodes > 1, f"all ranks are on one node; call {name}, or set_ranks_per_node before")
+        return method(self, *args, **kwargs)
+
+    return cast(F, call)
 
 
 class NormalMode(BufferBase):
@@ -89,7 +108,7 @@ class NormalMode(BufferBase):
 
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         self._stream.check(*streams)
-        (per_rank, per_node, per_expert, in_rank), event = self._stream.run(count, (topk_idx,), device, *streams)
+        (per_rank, per_node, per_expert, in_rank), event = self._stream.run(count, (topk_idx,), topk_idx, *streams)
         return per_rank, per_node if self._num_nodes > 1 else None, per_expert, in_rank, event
 
     @naming("Buffer.dispatch")
@@ -140,67 +159,77 @@ class NormalMode(BufferBase):
         """
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         device = checks.device_of(x)
+        is_plain = config is previous_event is None and not (async_finish or allocate_on_comm_stream)
+        payload = x
         if handle is not None:
-            dispatched = _dispatched(self, handle, device)
-            with self._calls.report_faults_of(device, dispatched.comm):
-                self._stream.check(*streams)
-                checks.config(config)
-                require(
-                    topk_idx is None and topk_weights is None, "a handle is given: leave topk_idx and topk_weights out"
-                )
-                payload = checks.payload_of(x)
-            copy = checks.copies(async_finish)
+            if not (is_plain and topk_idx is topk_weights is None and self._fits_again(x, handle)):
+                dispatched = _dispatched(self, handle, device)
+                with self._calls.report_faults_of(device, dispatched.comm):
+                    self._stream.check(*streams)
+                    checks.config(config)
+                    are_left_out = topk_idx is None and topk_weights is None
+                    require(are_left_out, "a handle is given: leave topk_idx and topk_weights out")
+                    payload = checks.payload_of(x)
+            comm, routed = handle.dispatched.comm, handle.dispatched.routed
 
             def resend() -> Payload:
-                with self._calls.report_faults_of(device, dispatched.comm):
-                    sent = checks.by_row(payload)
-                return checks.received_again(dispatched.comm.dispatch_again(sent, dispatched.routed, copy), x)
+                sent = self._by_row(payload, device, comm)
+                return checks.received_again(comm.dispatch_again(sent, routed, checks.copies(async_finish)), x)
 
-            rows, event = self._stream.run(resend, (x, dispatched.routed), device, *streams)
+            rows, event = self._stream.run(resend, (x, routed), comm, *streams)
             return rows, None, None, None, None, event
-        experts = num_tokens_per_expert.numel() if checks.is_dense(num_tokens_per_expert) else None
-
-        def likely() -> Shape:
-            return checks.likely_shape(x, experts, topk_idx, self.group_size)
-
-        with self._calls.report_faults_of(device, shape=likely):
-            self._stream.check(*streams)
-            checks.config(config)
-            payload = checks.payload_of(x)
-            tokens = payload[0] if isinstance(payload, tuple) else payload
-            num_experts = self._check_layout(tokens, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
-            if num_tokens_per_rdma_rank is not None:
-                wanted = [self._num_nodes]
-                checks.like("num_tokens_per_rdma_rank", num_tokens_per_rdma_rank, wanted, torch.int32, device)
-            checks.number("expert_alignment", expert_alignment, 1)
-            most = self._most(num_worst_tokens, len(tokens))
-            require((topk_idx is None) == (topk_weights is None), "topk_idx and topk_weights: pass both or neither")
-            assert is_token_in_rank is not None
-            assert num_tokens_per_expert is not None
-            if topk_idx is not None:
-                top_k = checks.ids_of(topk_idx, len(tokens), device)
-                weights = checks.like("topk_weights", topk_weights, topk_idx.shape, torch.float32, device)
-                is_right = self._is_mask(is_token_in_rank, topk_idx, num_experts)
-                require(is_right, "is_token_in_rank is not that of topk_idx")
-            else:
-                require(num_worst_tokens == 0, "num_worst_tokens needs topk_idx and topk_weights")
-                top_k, weights = self.group_size, None
-                if top_k > MAX_TOP_K:
-                    raise NotServed(f"a dispatch without topk_idx is served for at most {MAX_TOP_K} ranks")
-        shape = Shape(num_experts, tokens.shape[1], top_k, wide_rows(tokens.dtype))
+        sizes, weights = None, topk_weights
+        if is_plain and num_tokens_per_rdma_rank is None and not num_worst_tokens:
+            layout = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
+            sizes = self._sizes_at_a_glance(x, layout, topk_idx, topk_weights, expert_alignment, device)
+        if sizes is None:
+            experts = num_tokens_per_expert.numel() if checks.is_dense(num_tokens_per_expert) else None
+            likely = partial(checks.likely_shape, x, experts, topk_idx, self.group_size)
+            with self._calls.report_faults_of(device, shape=likely):
+                self._stream.check(*streams)
+                checks.config(config)
+                payload = checks.payload_of(x)
+                tokens = payload[0] if isinstance(payload, tuple) else payload
+                num_experts = self._check_layout(tokens, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
+                if num_tokens_per_rdma_rank is not None:
+                    wanted = [self._num_nodes]
+                    checks.like("num_tokens_per_rdma_rank", num_tokens_per_rdma_rank, wanted, torch.int32, device)
+                checks.number("expert_alignment", expert_alignment, 1)
+                most = self._most(num_worst_tokens, len(tokens))
+                require(
+                    (topk_idx is None) == (topk_weights is None), "topk_idx and topk_weights: pass both or neither"
+                )
+                assert is_token_in_rank is not None
+                if topk_idx is not None:
+                    top_k = checks.ids_of(topk_idx, len(tokens), device)
+                    weights = checks.like("topk_weights", topk_weights, topk_idx.shape, torch.float32, device)
+                    is_right = self._is_mask(is_token_in_rank, topk_idx, num_experts)
+                    require(is_right, "is_token_in_rank is not that of topk_idx")
+                else:
+                    require(num_worst_tokens == 0, "num_worst_tokens needs topk_idx and topk_weights")
+                    top_k = self.group_size
+                    if top_k > MAX_TOP_K:
+                        raise NotServed(f"a dispatch without topk_idx is served for at most {MAX_TOP_K} ranks")
+            sizes = Shape(num_experts, tokens.shape[1], top_k, wide_rows(tokens.dtype)), most or len(tokens)
+        assert is_token_in_rank is not None
+        assert num_tokens_per_expert is not None
+        shape, num_tokens = sizes
         options: dict[str, Any] = {"layout": "token", "copy": checks.copies(async_finish)}
         if num_worst_tokens:
             options |= {"sizes": "bounded", "capacity": num_worst_tokens}
 
         def call() -> tuple[Any, ...]:
-            with self._calls.report_faults_of(device, shape=shape):
-                sent = checks.by_row(payload)
-                ids = ids_of_ranks(is_token_in_rank, num_experts // self.group_size) if topk_idx is None else topk_idx
+            sent = self._by_row(payload, device, None, shape)
+            if topk_idx is None:
+                with self._calls.report_faults_of(device, shape=shape):
+                    ids = ids_of_ranks(is_token_in_rank, shape.num_experts // self.group_size)
+            else:
+                ids = topk_idx
 
             def send(comm: Communicator) -> tuple[Routed, Communicator]:
                 return comm.dispatch(sent, ids, weights, **options), comm
 
-            routed, comm = self._calls.run(shape, most or len(tokens), device, send)
+            routed, comm = self._calls.run(shape, num_tokens, device, send)
             counts: list[int] = []
             if not num_worst_tokens and topk_idx is not None:
                 counts = routed.counts_on_host()
@@ -211,9 +240,45 @@ class NormalMode(BufferBase):
             return *_received(dispatched, x, counts, expert_alignment), dispatched
 
         inputs = (x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
-        (rows, recv_ids, recv_weights, counts, dispatched), event = self._stream.run(call, inputs, device, *streams)
-        assert is_token_in_rank is not None
-        return rows, recv_ids, recv_weights, counts, self._handle(dispatched, is_token_in_rank), event
+        (rows, recv_ids, recv_weights, counts, dispatched), event = self._stream.run(
+            call, inputs, is_token_in_rank, *streams
+        )
+        made = normal_handle(dispatched, is_token_in_rank, max(1, self.num_sms // 2), self._num_nodes)
+        return rows, recv_ids, recv_weights, counts, made, event
+
+    def _fits_again(self, x: Any, handle: Any) -> bool:
+        """Tell at a glance whether other rows may go to the places of a dispatch."""
+        if handle.__class__ is not Parts or handle.dispatched.__class__ is not Dispatched:
+            return False
+        return (
+            handle.dispatched.routed.layout == "token"
+            and self._communicators is not None
+            and checks.sizes_at_a_glance(x) is not None
+        )
+
+    def _sizes_at_a_glance(
+        self, x: Any, layout: tuple[Any, ...], ids: Any, weights: Any, alignment: object, device: torch.device
+    ) -> tuple[Shape, int] | None:
+        """Return the communicator's shape and the number of tokens if a dispatch by ids is right at a glance."""
+        sizes, (per_rank, in_rank, per_expert) = checks.sizes_at_a_glance(x), layout
+        if sizes is None or alignment.__class__ is not int or alignment < 1 or self._communicators is None:
+            return None
+        try:
+            (num_experts,), (_, top_k) = per_expert.shape, ids.shape
+        except (AttributeError, ValueError, RuntimeError):  # no tensor, of other dimensions, or a nested one
+            return None
+        (num_tokens, hidden, dtype), num_ranks = sizes, self.group_size
+        is_right = (
+            checks.fits(ids, (num_tokens, top_k), topk_idx_t, device)
+            and checks.fits(weights, (num_tokens, top_k), torch.float32, device)
+            and checks.fits(per_rank, (num_ranks,), torch.int32, device)
+            and checks.fits(in_rank, (num_tokens, num_ranks), torch.bool, device)
+            and checks.fits(per_expert, (num_experts,), torch.int32, device)
+            and num_experts % num_ranks == 0 < num_experts
+            and top_k <= MAX_TOP_K
+            and self._is_mask(in_rank, ids, num_experts)
+        )
+        return (Shape(num_experts, hidden, top_k, wide_rows(dtype)), num_tokens) if is_right else None
 
     def _most(self, num_worst_tokens: int, num_tokens: int) -> int:
         """Return the most tokens of a rank, or 0 if the host reads counts.
@@ -227,57 +292,6 @@ class NormalMode(BufferBase):
                 f"pass at least {num_tokens * self.group_size} on all ranks"
             )
         return most
-
-    def _handle(self, dispatched: Dispatched, is_token_in_rank: torch.Tensor) -> Parts:
-        return normal_handle(dispatched, is_token_in_rank, max(1, self.num_sms // 2), self._num_nodes)
-
-    @naming("Buffer.internode_dispatch")
-    def internode_dispatch(
-        self,
-        x: Payload,
-        handle: Any = None,
-        num_tokens_per_rank: torch.Tensor | None = None,
-        num_tokens_per_rdma_rank: torch.Tensor | None = None,
-        is_token_in_rank: torch.Tensor | None = None,
-        num_tokens_per_expert: torch.Tensor | None = None,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-        expert_alignment: int = 1,
-        num_worst_tokens: int = 0,
-        config: Config | None = None,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> Received:
-        """Call :meth:`dispatch`, for programs that name its form between nodes.
-
-        Raises:
-            BadCall: all ranks of the buffer are on one node.
-        """
-        require(self._num_nodes > 1, "all ranks are on one node; call dispatch, or set_ranks_per_node before")
-        arguments = {name: value for name, value in locals().items() if name != "self"}
-        return self.dispatch(**arguments)
-
-    @naming("Buffer.internode_combine")
-    def internode_combine(
-        self,
-        x: torch.Tensor,
-        handle: Any,
-        topk_weights: torch.Tensor | None = None,
-        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-        config: Config | None = None,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Call :meth:`combine`, for programs that name its form between nodes.
-
-        Raises:
-            BadCall: all ranks of the buffer are on one node.
-        """
-        require(self._num_nodes > 1, "all ranks are on one node; call combine, or set_ranks_per_node before")
-        arguments = {name: value for name, value in locals().items() if name != "self"}
-        return self.combine(**arguments)
 
     def _check_layout(
         self,
@@ -347,30 +361,41 @@ class NormalMode(BufferBase):
         Returns:
             combined_x [N, H] of x's dtype, combined_topk_weights float32 [N, K] or None, event.
         """
-        device = checks.device_of(x)
         streams = (previous_event, async_finish, allocate_on_comm_stream)
-        dispatched = _dispatched(self, handle, device, "combine")
-        routed, comm = dispatched.routed, dispatched.comm
-        with self._calls.report_faults_of(device, comm, "combine"):
-            self._stream.check(*streams)
-            checks.config(config)
-            rows = checks.rows_of(x, routed)
-            biases = checks.biases_of(bias, rows, len(dispatched.ids))
-            if topk_weights is not None:
-                require(dispatched.with_ids, "topk_weights: the dispatch had none, leave them out")
-                assert routed.topk_ids is not None
-                wanted = [len(x), comm.plan.top_k]
-                topk_weights = checks.like("topk_weights", topk_weights, wanted, torch.float32, device)
-
-        def call() -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows, biases, missing = x, None, 0
+        is_plain = bias is config is previous_event is None and not (async_finish or allocate_on_comm_stream)
+        if not (is_plain and self._fits_combine(x, handle, topk_weights)):
+            device = checks.device_of(x)
+            dispatched = _dispatched(self, handle, device, "combine")
+            routed, comm = dispatched.routed, dispatched.comm
             with self._calls.report_faults_of(device, comm, "combine"):
-                whole = checks.padded(rows, routed.shape[0])
-                weights = None if topk_weights is None else checks.padded(topk_weights, len(whole))
-            out = comm.combine(whole, routed, bias=biases)
-            return out, None if weights is None else comm.combine_weights(weights, routed)
-
-        (out, weights), event = self._stream.run(call, (x, routed, topk_weights, bias), device, *streams)
+                self._stream.check(*streams)
+                checks.config(config)
+                rows = checks.rows_of(x, routed)
+                missing, biases = routed.shape[0] - len(rows), checks.biases_of(bias, rows, len(dispatched.ids))
+                if topk_weights is not None:
+                    require(dispatched.with_ids, "topk_weights: the dispatch had none, leave them out")
+                    wanted = [len(x), comm.plan.top_k]
+                    topk_weights = checks.like("topk_weights", topk_weights, wanted, torch.float32, device)
+        dispatched = handle.dispatched
+        inputs, rest = (x, dispatched.routed, topk_weights, bias), (self, rows, topk_weights, biases, missing)
+        (out, weights), event = self._stream.run(dispatched.combine, inputs, dispatched.comm, *streams, *rest)
         return out, weights, event
+
+    def _fits_combine(self, x: Any, handle: Any, topk_weights: Any) -> bool:
+        """Tell at a glance whether a combine is right, and no row is left out."""
+        if handle.__class__ is not Parts or self._communicators is None:
+            return False
+        dispatched = handle.dispatched
+        routed = dispatched.routed if dispatched.__class__ is Dispatched else None
+        if routed is None or routed.layout != "token" or not checks.fits_rows(x, routed):
+            return False
+        if topk_weights is None:
+            return True
+        wanted = routed.shape[0], dispatched.comm.plan.top_k
+        return dispatched.with_ids and checks.fits(topk_weights, wanted, torch.float32, x.device)
+
+    internode_dispatch, internode_combine = _between_nodes(dispatch), _between_nodes(combine)
 
 
 def _received(
@@ -385,6 +410,7 @@ def _received(
 
 
 def _dispatched(buffer: BufferBase, handle: object, device: torch.device, name: str = "dispatch") -> Dispatched:
+    """Find the dispatch that a handle of this mode is of, or raise."""
     with buffer._calls.report_faults_of(device, None, name):
         if not isinstance(handle, Parts) or handle.dispatched.routed.layout != "token":
             raise BadCall(f"handle is {a_type(handle)}, expected what Buffer.dispatch returned")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -13,12 +12,6 @@ from tokenloom.compat.deep_ep.faults import require
 from tokenloom.runtime.streams import on_stream, tensors_in
 
 T = TypeVar("T")
-NOTHING_AROUND: AbstractContextManager[Any] = nullcontext()
-
-
-def without_graph() -> AbstractContextManager[Any]:
-    """Return ``torch.no_grad()``, or a null context if gradients are off already, which costs the host less."""
-    return torch.no_grad() if torch.is_grad_enabled() else NOTHING_AROUND
 
 
 class CommStream:
@@ -46,17 +39,18 @@ class CommStream:
     def check(previous_event: object, async_finish: bool, allocate_on_comm_stream: bool) -> None:
         """Raise BadCall for options that do not go together, and for a value that is no event."""
         recorded_in(previous_event)
-        both = is_event(previous_event) and async_finish
-        require(both or not allocate_on_comm_stream, "allocate_on_comm_stream needs previous_event and async_finish")
+        both = not allocate_on_comm_stream or (is_event(previous_event) and async_finish)
+        require(both, "allocate_on_comm_stream needs previous_event and async_finish")
 
     def run(
         self,
-        call: Callable[[], T],
+        call: Callable[..., T],
         inputs: tuple[object, ...],
-        device: torch.device,
+        owner: Any,
         previous_event: object,
         async_finish: bool,
         allocate_on_comm_stream: bool,
+        *arguments: Any,
     ) -> tuple[T, EventOverlap]:
         """Run a call after an event, or after the current stream's work.
 
@@ -64,31 +58,36 @@ class CommStream:
 
         Args:
             inputs: everything that the call reads.
-            device: device of its tensors.
+            owner: tensor or communicator, whose ``device`` is that of its tensors.
             previous_event: EventOverlap or EventHandle to start after; None is the current stream's work so far.
             async_finish: leave it to the caller to wait for the event that is returned.
             allocate_on_comm_stream: checked by :meth:`check`. Results are always allocated where the call runs.
+            *arguments: of the call.
 
         Returns:
             The result of the call, and its event: ``EventOverlap(None)`` if the current stream waits already.
         """
-        before = recorded_in(previous_event)
-        if not async_finish or device.type != "cuda":
-            if before is not None and device.type == "cuda":
-                torch.cuda.current_stream(device).wait_event(before)
+        before = None if previous_event is None else recorded_in(previous_event)
+        if not async_finish or owner.device.type != "cuda":
+            if before is not None and owner.device.type == "cuda":
+                torch.cuda.current_stream(owner.device).wait_event(before)
             elif before is not None:
                 before.synchronize()
-            self.order_behind(device)
-            with without_graph():
-                result = call()
+            if self._stream is not None:
+                self.order_behind(owner.device)
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    result = call(*arguments)
+            else:  # a block around the call would cost the host more
+                result = call(*arguments)
             return result, EventOverlap(EventHandle() if async_finish else None)
-        stream, current = self.of(device), torch.cuda.current_stream(device)
+        stream, current = self.of(owner.device), torch.cuda.current_stream(owner.device)
         if before is None:
             stream.wait_stream(current)
         else:
             stream.wait_event(before)
         with on_stream(stream), torch.no_grad():
-            result = call()
+            result = call(*arguments)
         results = _cuda_tensors(result)
         for tensor in results:
             tensor.record_stream(current)
@@ -99,7 +98,7 @@ class CommStream:
 
     def order_behind(self, device: torch.device) -> None:
         """Make the current stream wait for calls on this one, before a call that runs there."""
-        if device.type == "cuda" and self._stream is not None and not torch.cuda.is_current_stream_capturing():
+        if self._stream is not None and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(device).wait_stream(self._stream)
 
 

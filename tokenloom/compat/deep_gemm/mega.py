@@ -12,8 +12,8 @@ from tokenloom.inference.mega_moe import MegaMoE
 from tokenloom.ops.gemm import check_tensor, check_weights, interleave_gate_and_up
 from tokenloom.plan import FP8_BLOCK, align_up
 from tokenloom.runtime.devices import pick_device
-from tokenloom.runtime.rank_group import RankGroup
-from tokenloom.runtime.rendezvous import agree, raising
+from tokenloom.runtime.rank_group import MAKING, RankGroup
+from tokenloom.runtime.rendezvous import agreeing
 
 RECIPE = (128, 128, 128)
 """Recipe of DeepGEMM that this layer has, and the only one."""
@@ -309,5 +309,5 @@ def _check_options(group: dist.ProcessGroup, **options: Any) -> None:
     for name, value in options.items():
         if value not in SERVED[name]:
             there = " or ".join(map(repr, SERVED[name]))
-            fault = InvalidArgument(f"{name} is {value!r}; tokenloom's layer has {there}")
-            agree(RankGroup(group), raising(fault), "making a Communicator")
+            with agreeing(RankGroup(group), MAKING):
+                raise InvalidArgument(f"{name} is {value!r}; tokenloom's layer has {there}")

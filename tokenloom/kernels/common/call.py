@@ -55,7 +55,7 @@ _FORMATS = {ctypes.c_uint64: "Q", ctypes.c_int32: "i", ctypes.c_uint32: "I"}
 
 
 class FieldsAtOnce:
-    """Fields of a structure that lie side by side, to be written by one call: that takes the host less.
+    """Adjacent fields of a structure, written by one ``struct.pack_into``.
 
     Args:
         structure: of uint64 and 32-bit fields.
@@ -76,4 +76,4 @@ class FieldsAtOnce:
 
 
 OPENING_FIELDS = FieldsAtOnce(Call, "options_hash", "record", "status", "region", "sequence")
-"""What every call is told anew, if the structure that holds it begins with it."""
+"""Opening fields that every launch writes. The structure of a kernel begins with :class:`Call`."""

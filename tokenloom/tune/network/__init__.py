@@ -1,1 +1,1 @@
-"""What dispatch and combine cost between nodes: rows on the wire, a model of their time, and published figures."""
+"""Cost of dispatch and combine between nodes: rows on the wire, a model of their time, and published figures."""

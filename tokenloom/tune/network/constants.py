@@ -14,7 +14,7 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.plan import is_number
 
 FORMAT = "tokenloom network constants, 1"
-"""What a file begins with. The number goes up when a reader would misunderstand."""
+"""First member of a file. The number goes up when a reader would misunderstand."""
 _CURE = "docs/reference/plan.md shows what the file holds"
 
 

@@ -12,7 +12,7 @@ from tokenloom.tune.network.traffic import Cluster, Load
 DTYPES = ("fp8", "bf16")
 SCALE_BYTES = 4
 HOP_US = (5.0, 10.0)
-"""What the hop over NVLink adds to a low-latency call with a row per (token, node): a guess, no part of the time."""
+"""Time of the hop over NVLink in a low-latency call with a row per (token, node): a guess, not part of its time."""
 LOW_LATENCY_TOKENS = 512
 """Most tokens of a call that counts as low latency. Public figures are of 128 tokens, and of 4096 and more."""
 TURNS = 2
@@ -49,10 +49,6 @@ def cost(constants: Constants, regime: str, load: Load, row_bytes: int, puts: fl
 
     Args:
         constants: A, m, κ and the rates behind t_nic and t_nvlink.
-        regime: one of REGIMES.
-        load: rows of the busiest rank.
-        row_bytes: bytes of a row.
-        puts: puts of a rank.
     """
     of = constants.regime(regime)
     nic_us = load.nic_rows * row_bytes / of.nic_gbytes_per_s / 1e3
@@ -76,9 +72,6 @@ def row_bytes(dtype: str, hidden: int) -> int:
     """Bytes of a row: its values, and its scales if it is FP8. Ids and weights, 8 bytes a route, are not counted.
 
     The published figures, to which the constants were fitted, do not count them either.
-
-    Args:
-        dtype: one of DTYPES.
 
     Raises:
         InvalidArgument: ``hidden`` is not a multiple of 128, which FP8 needs.

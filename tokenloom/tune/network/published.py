@@ -6,17 +6,17 @@ several numbers of SMs, the fastest counts; of Hybrid-EP, its kernels alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tokenloom.tune.network.constants import FITTED
-from tokenloom.tune.network.cost import Cost, cost, puts_of, row_bytes
+from tokenloom.tune.network.cost import Cost, cost, puts_of, regime_of, row_bytes
 from tokenloom.tune.network.traffic import Cluster, expected
 
 HIDDEN, TOP_K, RANKS_PER_NODE = 7168, 8, 8
 CX7 = "400 Gb/s InfiniBand"
 EFA = "400 Gb/s EFA"
-H800_NVLINK_GBYTES_PER_S = 160.0
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,8 @@ class Series:
     Attributes:
         system: whose they are, and the GPU where that matters.
         source: repository, branch unless it is the main one, and path.
-        regime: one of REGIMES.
-        operation: "dispatch" or "combine".
-        dtype: "fp8" or "bf16", of its rows.
         unit: "µs"; or "GB/s" of rows that count those for the sender's own node too.
-        by_ranks: figures by number of ranks W.
         row_per: one of ROWS_PER: what its protocol sends a row to.
-        num_tokens: T.
-        nic: what each GPU has.
-        nvlink_gbytes_per_s: what its GPU's NVLinks carry.
         experts_per_rank: L; None stands for 256 experts in all.
         node_limit: nodes that its router lets a token choose.
     """
@@ -85,7 +78,7 @@ class Figure:
 
     @property
     def model(self) -> Cost:
-        """What the model, with the fitted constants, gives for its protocol on its GPUs."""
+        """The model's cost of its protocol on its GPUs, with the fitted constants."""
         of = self.series
         load = expected(self.cluster, of.row_per, of.num_tokens)
         constants = replace(FITTED, nvlink_gbytes_per_s=of.nvlink_gbytes_per_s)
@@ -93,143 +86,66 @@ class Figure:
         return cost(constants, of.regime, load, row_bytes(of.dtype, HIDDEN), puts)
 
 
-_LOW_LATENCY = Series("", "", "low_latency", "dispatch", "fp8", "µs", {}, "route", 128)
-_HIGH_THROUGHPUT = Series("", "", "high_throughput", "dispatch", "fp8", "GB/s", {}, "node", 4096)
+def _of(
+    regime: str,
+    system: str,
+    source: str,
+    dispatch: Mapping[int, float],
+    combine: Mapping[int, float],
+    dtype: str = "fp8",
+    **others: Any,
+) -> Iterator[Series]:
+    """Figures of both operations, as far as they are published.
+
+    Args:
+        dispatch, combine: figures by number of ranks.
+        dtype: of dispatched rows; combined ones are BF16.
+        others: what differs from most series of the regime.
+    """
+    usual = {"low_latency": ("µs", "route", 128), "high_throughput": ("GB/s", "node", 4096)}[regime]
+    options: dict[str, Any] = dict(zip(("unit", "row_per", "num_tokens"), usual, strict=True)) | others
+    for operation, of_rows, by_ranks in (("dispatch", dtype, dispatch), ("combine", "bf16", combine)):
+        if by_ranks:
+            yield Series(system, source, regime, operation, of_rows, by_ranks=by_ranks, **options)
 
 
-def _with_combine(dispatch: Series, by_ranks: Mapping[int, float]) -> tuple[Series, Series]:
-    return dispatch, replace(dispatch, operation="combine", dtype="bf16", by_ranks=by_ranks)
-
-
+LL, HT = "low_latency", "high_throughput"
+H800: dict[str, Any] = {"nvlink_gbytes_per_s": 160.0}
+LEGACY = "deepseek-ai/DeepEP:docs/legacy.md"
+FABRIC = "perplexityai/pplx-garden:docs/fabric-lib.md"
+NCCL = "NVIDIA/nccl:contrib/nccl_ep/README.md"
+MSCCLPP = "microsoft/mscclpp@qinghuazhou/expert_parallel: messages of commits"
+UCCL = "uccl-project/uccl:ep/README.md"
+V2 = "deepseek-ai/DeepEP:README.md"
+HYBRID = "deepseek-ai/DeepEP@hybrid-ep:docs/README_Hybrid-EP.md"
+# fmt: off
 SERIES: tuple[Series, ...] = (
-    *_with_combine(
-        replace(
-            _LOW_LATENCY,
-            system="DeepEP V1, H800",
-            source="deepseek-ai/DeepEP:docs/legacy.md",
-            by_ranks={16: 118, 32: 155, 64: 173, 128: 192, 256: 194},
-            nvlink_gbytes_per_s=H800_NVLINK_GBYTES_PER_S,
-        ),
-        {16: 195, 32: 273, 64: 314, 128: 369, 256: 360},
-    ),
-    *_with_combine(
-        replace(
-            _LOW_LATENCY,
-            system="fabric-lib",
-            source="perplexityai/pplx-garden:docs/fabric-lib.md",
-            by_ranks={16: 110.2, 32: 153.9, 64: 187.5},
-        ),
-        {16: 185.5, 32: 266.3, 64: 309.1},
-    ),
-    *_with_combine(
-        replace(
-            _LOW_LATENCY,
-            system="fabric-lib, EFA",
-            source="perplexityai/pplx-garden:docs/fabric-lib.md",
-            by_ranks={16: 214.8, 32: 229.1, 64: 266.7},
-            nic=EFA,
-        ),
-        {16: 241.5, 32: 335.0, 64: 391.2},
-    ),
-    *_with_combine(
-        replace(
-            _LOW_LATENCY,
-            system="NCCL EP, H100",
-            source="NVIDIA/nccl:contrib/nccl_ep/README.md",
-            dtype="bf16",
-            unit="GB/s",
-            by_ranks={16: 76.7, 32: 53.6, 64: 48.8},
-        ),
-        {16: 73.0, 32: 50.0, 64: 43.8},
-    ),
-    *_with_combine(
-        replace(
-            _LOW_LATENCY,
-            system="mscclpp, H100",
-            source="microsoft/mscclpp@qinghuazhou/expert_parallel: messages of commits",
-            dtype="bf16",
-            unit="GB/s",
-            by_ranks={16: 65.9},
-        ),
-        {16: 67.0},
-    ),
-    *_with_combine(
-        replace(
-            _LOW_LATENCY,
-            system="UCCL-EP, EFA",
-            source="uccl-project/uccl:ep/README.md",
-            by_ranks={16: 226, 32: 465},
-            nic=EFA,
-        ),
-        {16: 293, 32: 694},
-    ),
-    *_with_combine(
-        replace(
-            _HIGH_THROUGHPUT,
-            system="DeepEP V1, H800",
-            source="deepseek-ai/DeepEP:docs/legacy.md",
-            by_ranks={16: 43, 32: 58, 64: 51},
-            nvlink_gbytes_per_s=H800_NVLINK_GBYTES_PER_S,
-            node_limit=4,
-        ),
-        {16: 43, 32: 57, 64: 50},
-    ),
-    replace(
-        _HIGH_THROUGHPUT,
-        system="DeepEP V1, H100",
-        source="perplexityai/pplx-garden:docs/fabric-lib.md",
-        operation="combine",
-        dtype="bf16",
-        unit="µs",
-        by_ranks={16: 1863.9, 32: 3565.4, 64: 5922.7},
-    ),
-    *_with_combine(
-        replace(
-            _HIGH_THROUGHPUT,
-            system="DeepEP V2, SM90",
-            source="deepseek-ai/DeepEP:README.md",
-            by_ranks={16: 90, 32: 61},
-            num_tokens=8192,
-        ),
-        {16: 81, 32: 61},
-    ),
-    *_with_combine(
-        replace(
-            _HIGH_THROUGHPUT,
-            system="Hybrid-EP, H100",
-            source="deepseek-ai/DeepEP@hybrid-ep:docs/README_Hybrid-EP.md",
-            by_ranks={16: 68.48, 32: 55.35, 64: 46.63},
-            experts_per_rank=8,
-        ),
-        {16: 68.00, 32: 57.46, 64: 51.03},
-    ),
-    replace(
-        _HIGH_THROUGHPUT,
-        system="Hybrid-EP, H100",
-        source="deepseek-ai/DeepEP@hybrid-ep:docs/README_Hybrid-EP.md",
-        dtype="bf16",
-        by_ranks={16: 76.80, 32: 57.69, 64: 50.55},
-        experts_per_rank=8,
-    ),
-    *_with_combine(
-        replace(
-            _HIGH_THROUGHPUT,
-            system="UCCL-EP, B200, EFA",
-            source="uccl-project/uccl:ep/README.md",
-            unit="µs",
-            by_ranks={16: 1141, 32: 2072},
-            nic=EFA,
-        ),
-        {16: 1965, 32: 3724},
-    ),
+    *_of(LL, "DeepEP V1, H800", LEGACY, {16: 118, 32: 155, 64: 173, 128: 192, 256: 194},
+         {16: 195, 32: 273, 64: 314, 128: 369, 256: 360}, **H800),
+    *_of(LL, "fabric-lib", FABRIC, {16: 110.2, 32: 153.9, 64: 187.5}, {16: 185.5, 32: 266.3, 64: 309.1}),
+    *_of(LL, "fabric-lib, EFA", FABRIC, {16: 214.8, 32: 229.1, 64: 266.7}, {16: 241.5, 32: 335.0, 64: 391.2}, nic=EFA),
+    *_of(LL, "NCCL EP, H100", NCCL, {16: 76.7, 32: 53.6, 64: 48.8}, {16: 73.0, 32: 50.0, 64: 43.8}, "bf16",
+         unit="GB/s"),
+    *_of(LL, "mscclpp, H100", MSCCLPP, {16: 65.9}, {16: 67.0}, "bf16", unit="GB/s"),
+    *_of(LL, "UCCL-EP, EFA", UCCL, {16: 226, 32: 465}, {16: 293, 32: 694}, nic=EFA),
+    *_of(HT, "DeepEP V1, H800", LEGACY, {16: 43, 32: 58, 64: 51}, {16: 43, 32: 57, 64: 50}, node_limit=4, **H800),
+    *_of(HT, "DeepEP V1, H100", FABRIC, {}, {16: 1863.9, 32: 3565.4, 64: 5922.7}, unit="µs"),
+    *_of(HT, "DeepEP V2, SM90", V2, {16: 90, 32: 61}, {16: 81, 32: 61}, num_tokens=8192),
+    *_of(HT, "Hybrid-EP, H100", HYBRID, {16: 68.48, 32: 55.35, 64: 46.63}, {16: 68.00, 32: 57.46, 64: 51.03},
+         experts_per_rank=8),
+    *_of(HT, "Hybrid-EP, H100", HYBRID, {16: 76.80, 32: 57.69, 64: 50.55}, {}, "bf16", experts_per_rank=8),
+    *_of(HT, "UCCL-EP, B200, EFA", UCCL, {16: 1141, 32: 2072}, {16: 1965, 32: 3724}, unit="µs", nic=EFA),
 )
+# fmt: on
 FIGURES = tuple(Figure(series, num_ranks) for series in SERIES for num_ranks in series.by_ranks)
 SOURCES = {series.system: series.source for series in SERIES}
 
 
-def figures_for(cluster: Cluster, regime: str, operation: str, dtype: str, num_tokens: int) -> list[Figure]:
+def figures_for(cluster: Cluster, operation: str, dtype: str, num_tokens: int, hidden: int) -> list[Figure]:
     """Published figures of calls with these sizes, the fastest first; none where tokens chose among fewer nodes."""
-    wanted = (regime, operation, dtype, num_tokens)
+    if (hidden, cluster.top_k, cluster.ranks_per_node) != (HIDDEN, TOP_K, RANKS_PER_NODE):
+        return []
+    wanted = (regime_of(num_tokens), operation, dtype, num_tokens)
     found = [
         each
         for each in FIGURES
@@ -240,7 +156,7 @@ def figures_for(cluster: Cluster, regime: str, operation: str, dtype: str, num_t
 
 
 def beyond(cluster: Cluster, regime: str, row_per: str, num_tokens: int, hidden: int) -> tuple[str, ...]:
-    """What lies outside the figures that the constants of a regime were fitted to, so that a time is extrapolated.
+    """Names of sizes outside the figures that the constants of a regime were fitted to: a time is extrapolated there.
 
     Returns:
         any of "ranks", "rows", "tokens", "hidden", "top-k", "ranks a node".

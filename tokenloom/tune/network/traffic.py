@@ -13,7 +13,7 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.plan import MAX_TOP_K
 
 ROWS_PER = ("node", "rank", "route")
-"""What a token sends a row to, on other nodes: each node that has one of its experts, each such rank, or each route.
+"""Receivers of a token's rows on other nodes: each node that has one of its experts, each such rank, or each route.
 
 Per node, the GPU with the sender's place within its node (the rail) receives the row, and hands it out over NVLink.
 Otherwise rows go straight to their rank, and NVLink only carries those that stay within the node."""
@@ -106,10 +106,6 @@ def expected(cluster: Cluster, row_per: str, num_tokens: int) -> Load:
     """Expected rows of one call, exact for K different experts drawn evenly.
 
     A token hits a part of E experts with probability 1 - C(E - part, K) / C(E, K). Its own rank is any of them.
-
-    Args:
-        row_per: one of ROWS_PER.
-        num_tokens: T of every rank.
     """
     nodes, per_node, chosen = cluster.num_nodes, cluster.ranks_per_node, cluster.chosen_nodes
     experts = chosen * cluster.experts_per_node
@@ -151,19 +147,16 @@ class Counted:
         )
 
     @property
-    def nic_imbalance(self) -> float:
-        """Rows at the busiest NIC over those at an average one, at least 1."""
-        return _imbalance(self.nic_sent, self.nic_received)
+    def imbalance(self) -> dict[str, float]:
+        """Rows at the busiest over those at the average, at least 1.
 
-    @property
-    def rail_imbalance(self) -> float:
-        """The same for rails: the NICs with the same place within their node, together."""
-        return _imbalance(self.nic_sent.sum(0), self.nic_received.sum(0))
-
-    @property
-    def nvlink_imbalance(self) -> float:
-        """The same for the NVLinks of ranks."""
-        return _imbalance(self.nvlink_sent, self.nvlink_received)
+        Of NICs ("nic"), of rails ("rail", NICs with the same place in their node together) and of NVLinks ("nvlink").
+        """
+        return {
+            "nic": _imbalance(self.nic_sent, self.nic_received),
+            "rail": _imbalance(self.nic_sent.sum(0), self.nic_received.sum(0)),
+            "nvlink": _imbalance(self.nvlink_sent, self.nvlink_received),
+        }
 
 
 def counted(cluster: Cluster, topk_ids: Sequence[Any]) -> dict[str, Counted]:

@@ -37,8 +37,8 @@ from tokenloom.backends.peers.buffers import (
     BULK_BYTES,
     control_layout,
     data_layout,
-    is_eager,
     receive_rows,
+    sends_before_opening,
     staged_layout,
     sums_in_turns_layout,
 )
@@ -219,7 +219,8 @@ class NvlinkInside:
     def memory(self) -> list[str]:
         lines = []
         for key, plan in self._plans.items():
-            layouts = (data_layout, staged_layout, sums_in_turns_layout) if is_eager(plan) else (data_layout,)
+            eager = (staged_layout, sums_in_turns_layout) if sends_before_opening(plan) else ()
+            layouts = (data_layout, *eager)
             size = control_layout(plan).total_bytes
             size += sum(layout(plan, _unit(key).itemsize, receive_rows(plan)).total_bytes for layout in layouts)
             when = "" if key in self._backends else ", made at the first call that needs it"

@@ -1,0 +1,1 @@
+../../examples/train_moe_lm.py
