@@ -13,26 +13,27 @@ __device__ __forceinline__ void load_weights(Ring& ring, const RingUse<Ring::kSt
     constexpr int kBlocks = Weights::kBlocks;
     mbarrier_wait(&ring.empty[use.stage], use.parity ^ 1);
     uint64* full = &ring.full[use.stage];
-    const int bytes = groups * kGroupRows * RowOperand::kRowBytes + WeightOperand::kStageBytes;
-    if constexpr (Weights::kScaledInBlocks && kWideScales<kBlocks>) {
+    if constexpr (Weights::kScaledInBlocks) {
         constexpr int kRowScaleBytes = sizeof(ring.scales.a[0]);
         // The scales of 8 blocks of K come with the first of them.
-        const bool with_scales = k % kScaleBlocks == 0;
+        const bool with_scales = kWideScales<kBlocks> && k % kScaleBlocks == 0;
         const int column_scale_bytes = with_scales ? min(kScaleBlocks, kBlocks - k) * 4 : 0;
         const int row_scale_bytes = with_scales && Rows::kScalesByTma ? kRowScaleBytes : 0;
-        mbarrier_arrive_expect(full, bytes + row_scale_bytes + kHalves * column_scale_bytes);
+        mbarrier_arrive_expect(full, groups * kGroupRows * RowOperand::kRowBytes + WeightOperand::kStageBytes +
+                                         row_scale_bytes + kHalves * column_scale_bytes);
         if (with_scales) {
             const uint32 buffer = ScalePlace<kBlocks, Ring::kStages>(at, k).buffer;
             for (int half = 0; half < kHalves; ++half)
                 bulk_load(ring.scales.b[buffer][half], weights.column_scales(tile, half) + k, column_scale_bytes, full);
         }
-    } else if constexpr (!Weights::kScaledInBlocks) {
+    } else {
         const int scale_bytes = k == 0 ? Weights::column_scale_bytes(tile) : 0;
-        mbarrier_arrive_expect(full, bytes + scale_bytes);
+        mbarrier_arrive_expect(full, groups * kGroupRows * RowOperand::kRowBytes + WeightOperand::kStageBytes +
+                                         scale_bytes);
         if (scale_bytes > 0)
             bulk_load(ring.scales.columns[at.tiles() % ring.scales.kBuffers], weights.column_scales(tile), scale_bytes,
                       full);
-    } else mbarrier_arrive_expect(full, bytes);
+    }
     for (int half = 0; half < kHalves; ++half) {
         void* to = ring.b[use.stage] + half * kBlock * WeightOperand::kRowBytes;
         const int32 column = tile.column + half * kBlock;
