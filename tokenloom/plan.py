@@ -18,6 +18,8 @@ COMBINE_STRATEGIES = ("dedup", "reduce_scatter", "all_to_all", "per_node")
 MAX_TOP_K = 32
 FP8_BLOCK = 128
 """Values along H that share one FP8 scale."""
+RECIPES = ("block", "row")
+"""Which values share an FP8 scale: 128 of a row, and 128 x 128 of a weight; or a whole row, and a weight's channel."""
 FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """Functions of :class:`Activation`."""
 

@@ -14,6 +14,7 @@ from tests.support.emulator.gemm import one_gpu
 from tokenloom.kernels.gemm import launch
 from tokenloom.kernels.gemm.launch import GroupedGemmVariant
 from tokenloom.ops import gemm
+from tokenloom.plan import RECIPES
 
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
@@ -33,8 +34,9 @@ mostly_slow = pytest.mark.parametrize(
 
 
 @mostly_slow
-def test_gemm(name: str) -> None:
-    check_gemm(name, claims=False)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gemm(name: str, recipe: str) -> None:
+    check_gemm(name, claims=False, recipe=recipe)
 
 
 @mostly_slow
@@ -55,11 +57,11 @@ def test_windows() -> None:
         assert words[:10] == [rows.data_ptr(), 1, *sizes, *box, 1, *strides], n
 
 
-def check_gemm(name: str, claims: bool, launches: int = 1) -> None:
+def check_gemm(name: str, claims: bool, launches: int = 1, recipe: str = "block") -> None:
     counts, n, k = CASES[name]
-    a, a_scales, b, b_scales, offsets = operands(counts, n, k, "cpu")
+    a, a_scales, b, b_scales, offsets = operands(counts, n, k, "cpu", recipe=recipe)
     out = torch.empty(sum(counts), n, dtype=torch.bfloat16)
-    kernel: Any = EmulatedKernel(GroupedGemmVariant(*b.shape, claims=claims).spec(), 0)
+    kernel: Any = EmulatedKernel(GroupedGemmVariant(*b.shape, claims=claims, recipe=recipe).spec(), 0)
     claimed = torch.zeros(1, dtype=torch.int32)
     kernel.args.claimed = claimed.data_ptr()
     for _ in range(launches):

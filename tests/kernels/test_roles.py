@@ -100,13 +100,13 @@ struct MixedPosition {
 
 using Swiglu = SwigluFp8Epilogue<2 * kIntermediate, false, false, true>;
 using Plain = Bf16Epilogue<kHidden>;
-using Rows1 = TiledRows<kHidden>;
-using Rows2 = TiledRows<kIntermediate>;
-using Weights1 = Fp8Weights<2 * kIntermediate, kHidden, Swiglu::Columns>;
-using Weights2 = Fp8Weights<kHidden, kIntermediate, Plain::Columns>;
+using Rows1 = BlockScaledRows<kHidden>;
+using Rows2 = BlockScaledRows<kIntermediate>;
+using Weights1 = BlockScaledWeights<2 * kIntermediate, kHidden, Swiglu::Columns>;
+using Weights2 = BlockScaledWeights<kHidden, kIntermediate, Plain::Columns>;
 
 struct TwoGemmsShared {
-    alignas(1024) OperandRing<3> ring;
+    alignas(1024) OperandRing<3, BlockScaleRing> ring;
     Staging<Plain::kTileRowBytes> staging;
     Swiglu::Shared swiglu;
     Plain::Shared plain;
@@ -160,11 +160,11 @@ __device__ void two_gemms(const TwoGemmsArgs& args) {
         const MathThread self = math_thread(shared.ring, block, group, thread);
         for (ListedTiles<false> tiles(args); tiles.next(at.number);) {
             if (tiles.second()) {
-                compute_tile<Weights2>(shared.ring, plain, shared.staging, shared.plain, tiles, at, trace,
+                compute_tile(shared.ring, weights2, plain, shared.staging, shared.plain, tiles, at, trace,
                                        block, self);
                 at.advance(Weights2::kBlocks);
             } else {
-                compute_tile<Weights1>(shared.ring, swiglu, shared.staging, shared.swiglu, tiles, at, trace,
+                compute_tile(shared.ring, weights1, swiglu, shared.staging, shared.swiglu, tiles, at, trace,
                                        block, self);
                 at.advance(Weights1::kBlocks);
             }

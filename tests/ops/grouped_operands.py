@@ -23,16 +23,23 @@ def quantise_weights(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q.reshape(experts, n, k).contiguous(), scales.contiguous()
 
 
-def operands(counts: list[int], n: int, k: int, device: str = "cuda", first: int = 0, after: int = 0) -> Operands:
+def operands(
+    counts: list[int], n: int, k: int, device: str = "cuda", first: int = 0, after: int = 0, recipe: str = "block"
+) -> Operands:
     """a, its scales, b, its scales and offsets, with ``first`` rows before those of the first expert and ``after``
     behind the last."""
     torch.manual_seed(sum(counts) + n + k)
     rows = first + sum(counts) + after
+    offsets = torch.tensor([first, *counts]).cumsum(0).to(INT32)
     # Scales that differ from row to row and block to block show where each is applied.
+    if recipe == "row":
+        a = torch.randn(rows, k) * torch.rand(rows, 1).mul(8).exp()
+        b = torch.randn(len(counts), n, k) * torch.rand(len(counts), n, 1).mul(8).exp()
+        by_row = (*quant.quantize_fp8(a, recipe="row"), *quant.quantize_fp8(b, recipe="row"), offsets)
+        return tuple(tensor.to(device) for tensor in by_row)  # type: ignore[return-value]
     a = torch.randn(rows, k) * torch.rand(rows, k // 128).mul(4).exp().repeat_interleave(128, 1)
     b = torch.randn(len(counts), n, k)
     b *= torch.rand(len(counts), n // 128, k // 128).mul(4).exp().repeat_interleave(128, 1).repeat_interleave(128, 2)
-    offsets = torch.tensor([first, *counts]).cumsum(0).to(INT32)
     tensors = (*quant.quantize_fp8(a), *quantise_weights(b), offsets)
     return tuple(tensor.to(device) for tensor in tensors)  # type: ignore[return-value]
 
@@ -48,6 +55,8 @@ def in_slots(rows: torch.Tensor, counts: list[int], capacity: int) -> torch.Tens
 
 def expected(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, e: int) -> torch.Tensor:
     """Rows of one expert in float64."""
+    if a_scales.dim() == 1:
+        return (a.double() * a_scales.double()[:, None]) @ (b[e].double() * b_scales[e].double()[:, None]).T
     x = a.double() * a_scales.double().repeat_interleave(128, 1)
     weights = b[e].double() * b_scales[e].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
     return x @ weights.T

@@ -32,6 +32,7 @@ from tokenloom.errors import (
 from tokenloom.kernels.gemm.launch import GroupedGemmVariant, SwigluFp8Epilogue
 from tokenloom.ops import quant
 from tokenloom.ops.gemm import grouped_gemm_fp8, grouped_swiglu_fp8, interleave_gate_and_up
+from tokenloom.plan import RECIPES
 
 CASES = {
     "one tile": ([128], 256, 128),
@@ -47,11 +48,12 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("device", "name"), on_devices([*CASES], ["tails and empty experts", "no rows"]))
-def test_gemm(device: str, name: str) -> None:
+def test_gemm(device: str, name: str, recipe: str) -> None:
     counts, n, k = CASES[name]
-    tensors = operands(counts, n, k, device)
-    out = grouped_gemm_fp8(*tensors)
+    tensors = operands(counts, n, k, device, recipe=recipe)
+    out = grouped_gemm_fp8(*tensors, recipe=recipe)
     assert out.shape == (sum(counts), n)
     assert out.dtype == torch.bfloat16
     a, a_scales, b, b_scales, offsets = tensors

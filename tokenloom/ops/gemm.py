@@ -36,7 +36,7 @@ from tokenloom.kernels.gemm.launch import (
     wide_scales,
 )
 from tokenloom.ops.activation import apply_activation
-from tokenloom.ops.quant import dequantize_fp8, quantize_fp8
+from tokenloom.ops.quant import dequantize_fp8, quantize_fp8, require_recipe
 from tokenloom.plan import SWIGLU, Activation
 
 ALIGNMENT_BYTES = 16
@@ -56,6 +56,7 @@ def grouped_gemm_fp8(
     expert_counts: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     row_weights: torch.Tensor | None = None,
+    recipe: str = "block",
 ) -> torch.Tensor:
     """Multiply each expert's rows by its weights in FP8: ``out[rows of e] = a[rows of e] @ b[e].T``.
 
@@ -65,9 +66,10 @@ def grouped_gemm_fp8(
     each expert's rows follow those of the one before. With counts, a is [E, S, K] as in layout "slots": each expert
     has S places, and its rows fill the first of them.
 
-    Each partial sum over 128 values of K is scaled and added in float32; the total is rounded once. On a GPU the host
-    reads nothing, because only the device knows how many rows each expert has. The GPU does not read weights of
-    experts without rows. On a CPU plain torch does the work, slowly.
+    Recipe "block": each partial sum over 128 values of K is scaled and added in float32. Recipe "row": sums over all
+    of K are scaled; on a GPU the tensor cores add them, with 13 bits below their largest term. Either total is rounded
+    once. On a GPU the host reads nothing, because only the device knows how many rows each expert has. The GPU does
+    not read weights of experts without rows. On a CPU plain torch does the work, slowly.
 
     Rows outside the offsets and places beyond the counts may hold anything. They are not written in the result, so
     their values there are unspecified.
@@ -75,14 +77,16 @@ def grouped_gemm_fp8(
     Args:
         a: float8_e4m3fn [R, K] or [E, S, K], contiguous (``routed.tokens``).
         a_scales: float32 [R, K / 128] or [E, S, K / 128], contiguous (``routed.scales``, of ``scale_layout="rows"``).
+            Recipe "row": [R] or [E, S].
         b: float8_e4m3fn [E, N, K], contiguous, N and K multiples of 128.
-        b_scales: float32 [E, N / 128, K / 128], contiguous.
+        b_scales: float32 [E, N / 128, K / 128], contiguous. Recipe "row": [E, N], one for each output channel.
         expert_offsets: int32 [E + 1], first row of each expert and the end, on the same device
             (``routed.expert_offsets``).
         expert_counts: int32 [E], rows of each expert, on the same device (``routed.expert_counts``). A count above S
             stands for S.
         bias: float32 [E, N], contiguous, or None.
         row_weights: float32 [R] or [E, S], factors of the bias, or None for ones.
+        recipe: which values share a scale, "block" or "row", see ``quantize_fp8``.
 
     Returns:
         bfloat16 [R, N] or [E, S, N].
@@ -93,7 +97,7 @@ def grouped_gemm_fp8(
         ShapeMismatch, DtypeMismatch, DeviceMismatch: an argument is not as above.
         BackendUnavailable: the tensors are neither on a Hopper GPU nor on a CPU.
     """
-    _check(a, a_scales, b, b_scales, expert_offsets, expert_counts)
+    _check(a, a_scales, b, b_scales, expert_offsets, expert_counts, recipe)
     _check_bias(bias, b, a)
     if row_weights is not None:
         if bias is None:
@@ -109,7 +113,7 @@ def grouped_gemm_fp8(
                 out.flatten(0, -2)[rows] = sums.to(out.dtype)
         return out
     epilogue = Bf16Epilogue(biased=bias is not None)
-    variant = GroupedGemmVariant(*b.shape, epilogue=epilogue, slots=expert_counts is not None)
+    variant = GroupedGemmVariant(*b.shape, epilogue=epilogue, slots=expert_counts is not None, recipe=recipe)
     kernel = Kernel(spec_of(variant), a.device.index)
     kernel.args.bias = 0 if bias is None else bias.data_ptr()
     kernel.args.row_weights = 0 if row_weights is None else row_weights.data_ptr()
@@ -131,6 +135,7 @@ def grouped_swiglu_fp8(
     clamp: float | None = None,
     power_of_two_scales: bool = False,
     fast_math: bool = True,
+    recipe: str = "block",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``silu(gate) * up * weight``, the first half of SwiGLU experts, where ``gate, up = w1[e] @ row``.
 
@@ -141,9 +146,10 @@ def grouped_swiglu_fp8(
 
     Args:
         a: float8_e4m3fn [R, K] or [E, S, K], contiguous.
-        a_scales: float32 [R, K / 128] or [E, S, K / 128], contiguous.
+        a_scales: float32 [R, K / 128] or [E, S, K / 128], contiguous. Recipe "row": [R] or [E, S].
         w1: float8_e4m3fn [E, 2I, K] from ``interleave_gate_and_up``, I a multiple of 128.
-        w1_scales: float32 [E, 2I / 128, K / 128], gates, then ups, not interleaved.
+        w1_scales: float32 [E, 2I / 128, K / 128], gates, then ups, not interleaved. Recipe "row": [E, 2I], in the
+            order of w1's rows.
         expert_offsets: int32 [E + 1], as in ``grouped_gemm_fp8``, beside a of [R, K].
         row_weights: float32 [R] or [E, S], or None for ones.
         expert_counts: int32 [E], as in ``grouped_gemm_fp8``, beside a of [E, S, K].
@@ -154,6 +160,8 @@ def grouped_swiglu_fp8(
         power_of_two_scales: as in ``quantize_fp8``.
         fast_math: use the hardware's exponential and division, accurate to a few units in the last place of float32.
             On a CPU it changes nothing.
+        recipe: which values of a and w1 share a scale, "block" or "row", see ``quantize_fp8``. The result always has
+            one for 128 values.
 
     Returns:
         Values float8_e4m3fn [R, I] or [E, S, I], and scales float32 [R, I / 128] or [E, S, I / 128], as
@@ -167,16 +175,18 @@ def grouped_swiglu_fp8(
     """
     if w1.dim() == 3 and w1.shape[1] % (2 * BLOCK):
         raise ShapeMismatch(f"w1 is {list(w1.shape)}, expected [E, 2I, K] with I a multiple of {BLOCK}")
-    _check(a, a_scales, w1, w1_scales, expert_offsets, expert_counts, b_name="w1")
+    _check(a, a_scales, w1, w1_scales, expert_offsets, expert_counts, recipe, b_name="w1")
     if row_weights is not None:
         check_tensor("row_weights", row_weights, torch.float32, list(a.shape[:-1]), a.device)
     form = gated_activation(activation, clamp, "clamp")
     _check_bias(bias, w1, a)
     width = w1.shape[1] // 2
     out = a.new_empty(*a.shape[:-1], width)
-    out_scales = a_scales.new_empty(*a.shape[:-1], width // BLOCK)
+    out_scales = a.new_empty(*a.shape[:-1], width // BLOCK, dtype=torch.float32)
     if a.is_cpu:
         w1 = separate_gate_and_up(w1)
+        if recipe == "row":
+            w1_scales = separate_gate_and_up(w1_scales[..., None])[..., 0]
         plain_bias = None if bias is None else separate_gate_and_up(bias[..., None])[..., 0]
         with _as_kernels_compute():
             for e, rows, sums in _sums_on_cpu(a, a_scales, w1, w1_scales, expert_offsets, expert_counts):
@@ -187,7 +197,7 @@ def grouped_swiglu_fp8(
                 out.flatten(0, -2)[rows], out_scales.flatten(0, -2)[rows] = q, scales
         return out, out_scales
     epilogue = swiglu_epilogue(form, power_of_two_scales, fast_math, biased=bias is not None)
-    variant = GroupedGemmVariant(*w1.shape, epilogue=epilogue, slots=expert_counts is not None)
+    variant = GroupedGemmVariant(*w1.shape, epilogue=epilogue, slots=expert_counts is not None, recipe=recipe)
     kernel = Kernel(spec_of(variant), a.device.index)
     kernel.args.out_scales = out_scales.data_ptr()
     kernel.args.row_weights = 0 if row_weights is None else row_weights.data_ptr()
@@ -242,7 +252,7 @@ def _launch(
         return
     args = kernel.args
     args.a, args.b = operand_map(a.flatten(0, -2), A_BOX_ROWS), operand_map(b, B_BOX_ROWS)
-    if wide_scales(a.shape[-1]):
+    if a_scales.dim() == a.dim() and wide_scales(a.shape[-1]):
         args.a_scale_map = scale_map(a_scales.flatten(0, -2))
     args.a_scales, args.b_scales = a_scales.data_ptr(), b_scales.data_ptr()
     if expert_offsets is not None:
@@ -276,9 +286,14 @@ def _sums_on_cpu(
         assert expert_counts is not None
         places = a.shape[1]
         own_rows = [slice(e * places, e * places + min(n, places)) for e, n in enumerate(expert_counts.tolist())]
-    rows, scales = a.flatten(0, -2), a_scales.flatten(0, -2)
+    rows, by_row = a.flatten(0, -2), a_scales.dim() < a.dim()
+    scales = a_scales.flatten() if by_row else a_scales.flatten(0, -2)
     for e, (own, weights, weight_scales) in enumerate(zip(own_rows, b, b_scales, strict=True)):
-        if own.start < own.stop:
+        if own.start >= own.stop:
+            continue
+        if by_row:
+            yield e, own, (rows[own].float() @ weights.float().T) * (scales[own, None] * weight_scales)
+        else:
             spread = weight_scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
             yield e, own, dequantize_fp8(rows[own], scales[own]) @ (weights.float() * spread).T
 
@@ -290,9 +305,11 @@ def _check(
     b_scales: torch.Tensor,
     expert_offsets: torch.Tensor | None,
     expert_counts: torch.Tensor | None,
+    recipe: str,
     b_name: str = "b",
 ) -> None:
     fp8, fp32, int32 = torch.float8_e4m3fn, torch.float32, torch.int32
+    require_recipe(recipe)
     for name, tensor in (("a", a), (b_name, b)):
         require_type(name, tensor, torch.Tensor, "a torch.Tensor")
     if b.dim() != 3 or not len(b) or b.shape[1] % BLOCK or b.shape[2] % BLOCK:
@@ -310,8 +327,10 @@ def _check(
         raise ShapeMismatch(f"a is {list(a.shape)}, expected {form}")
     rows = [num_experts, a.shape[1]] if slots else [a.shape[0]]
     check_tensor("a", a, fp8, [*rows, k], a.device)
-    check_tensor("a_scales", a_scales, fp32, [*rows, k // BLOCK], a.device)
-    check_weights(b_name, b, b_scales, [num_experts, n, k], a.device)
+    for name, scales, values in (("a_scales", a_scales, a), (f"{b_name}_scales", b_scales, b)):
+        _check_granularity(name, scales, values, recipe)
+    check_tensor("a_scales", a_scales, fp32, rows if recipe == "row" else [*rows, k // BLOCK], a.device)
+    check_weights(b_name, b, b_scales, [num_experts, n, k], a.device, recipe)
     if expert_offsets is not None:
         check_tensor("expert_offsets", expert_offsets, int32, [num_experts + 1], a.device)
     if expert_counts is not None:
@@ -319,6 +338,16 @@ def _check(
     check_aligned("a", a)
     check_aligned("a_scales", a_scales)
     check_device(a.device)
+
+
+def _check_granularity(name: str, scales: object, values: torch.Tensor, recipe: str) -> None:
+    """Raise for scales of the other recipe, by its name."""
+    if not isinstance(scales, torch.Tensor) or scales.is_nested:
+        return
+    other = "block" if recipe == "row" else "row"
+    if scales.dim() == values.dim() - (other == "row") and scales.shape[:1] == values.shape[:1]:
+        each = "each of 128 values" if other == "block" else "each row"
+        raise ShapeMismatch(f"{name} is {list(scales.shape)}, a scale for {each}; recipe={other!r} takes those")
 
 
 def check_device(device: torch.device) -> None:
@@ -343,12 +372,18 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: lis
 
 
 def check_weights(
-    name: str, weights: torch.Tensor, scales: torch.Tensor, shape: list[int], device: torch.device
+    name: str,
+    weights: torch.Tensor,
+    scales: torch.Tensor,
+    shape: list[int],
+    device: torch.device,
+    recipe: str = "block",
 ) -> None:
-    """Raise an error unless the weights are FP8 of this shape [E, N, K], with a scale per 128 x 128 values."""
+    """Raise an error unless the weights are FP8 of this shape [E, N, K], with scales as the recipe has them."""
     num_experts, n, k = shape
     check_tensor(name, weights, torch.float8_e4m3fn, shape, device)
-    check_tensor(f"{name}_scales", scales, torch.float32, [num_experts, n // BLOCK, k // BLOCK], device)
+    of_scales = [num_experts, n] if recipe == "row" else [num_experts, n // BLOCK, k // BLOCK]
+    check_tensor(f"{name}_scales", scales, torch.float32, of_scales, device)
     check_aligned(name, weights)
     check_aligned(f"{name}_scales", scales)
 

@@ -1,7 +1,8 @@
-// The math warpgroups: 64 rows x 256 columns each, or half of the columns if the expert has at most 64 rows. They
-// multiply 128 columns of a stage into a temporary and add it, scaled, to float32 registers: the tensor core adds FP8
-// products with about 14 bits, and scales change every 128 values of K anyway. While one warpgroup adds, the other
-// multiplies.
+// The math warpgroups: 64 rows x 256 columns each, or half of the columns if the expert has at most 64 rows.
+//
+// Where scales change with blocks of K, they multiply 128 columns of a stage into a temporary and add it, scaled, to
+// float32 registers. While one warpgroup adds, the other multiplies. Where scales are of whole rows and channels, the
+// tensor core adds up all of K, 256 columns at once: it keeps 13 bits below the largest term of a sum.
 #pragma once
 #include "device/ptx/cluster.cuh"
 #include "device/ptx/wgmma.cuh"
@@ -75,8 +76,7 @@ struct MathPart {
 // All blocks of K of a tile, kChunks times 128 of its columns, whose scales change with blocks of K.
 template <class Weights, class Epilogue, class Ring, class At, int kChunks>
 __device__ __forceinline__ void multiply_block_scaled(Ring& ring, const MathThread& self, const MathPart& part,
-                                                      const At& at, int blocks,
-                                                      float (&sums)[kChunks][64]) {
+                                                      const At& at, int blocks, float (&sums)[kChunks][64]) {
     constexpr uint32 kStageA = RowOperand::kStageBytes >> 4;  // as descriptors count
     constexpr uint32 kStageB = WeightOperand::kStageBytes >> 4;
 #pragma unroll(Epilogue::kUnrolled)
@@ -98,12 +98,28 @@ __device__ __forceinline__ void multiply_block_scaled(Ring& ring, const MathThre
     }
 }
 
+// The scales of a whole tile: those of this thread's two rows, and of all columns.
+template <int kChunks>
+__device__ __forceinline__ void scale_sums(float (&sums)[kChunks][64], float low, float high, const float* columns) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk)
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {  // 8 columns, of which this thread has two
+            const float2 scales = *reinterpret_cast<const float2*>(columns + chunk * kBlock + i * 8);
+            sums[chunk][4 * i] *= low * scales.x;
+            sums[chunk][4 * i + 1] *= low * scales.y;
+            sums[chunk][4 * i + 2] *= high * scales.x;
+            sums[chunk][4 * i + 3] *= high * scales.y;
+        }
+}
+
 // The same where scales are of whole rows and channels: products stay in the tensor core's own sums. A stage is free
-// when the products of the next one have begun and its own are done.
-template <class Weights, class Epilogue, class Ring, class At, int kChunks>
-__device__ __forceinline__ void multiply_row_scaled(Ring& ring, const MathThread& self, const MathPart& part,
-                                                    const At& at, int blocks, const float* row_scales, bool low_exists,
-                                                    bool high_exists, float (&sums)[kChunks][64]) {
+// when the products of the next one have begun and its own are done. The last block of K comes behind the gate, so the
+// scales of rows can be read then, while its products are under way.
+template <class Epilogue, class Weights, class Ring, class At, int kChunks>
+__device__ __forceinline__ void multiply_row_scaled(Ring& ring, const Weights& weights, const Tile& tile,
+                                                    const MathThread& self, const MathPart& part, const At& at,
+                                                    int blocks, float (&sums)[kChunks][64]) {
     constexpr uint32 kStageA = RowOperand::kStageBytes >> 4;  // as descriptors count
     constexpr uint32 kStageB = WeightOperand::kStageBytes >> 4;
 #pragma unroll(Epilogue::kUnrolled)
@@ -122,24 +138,16 @@ __device__ __forceinline__ void multiply_row_scaled(Ring& ring, const MathThread
         if (k > 0 && self.lane < 2)
             mbarrier_arrive_there(self.empty + RingUse<Ring::kStages>(at.blocks + k - 1).stage * 8);
     }
-    const float low = low_exists ? row_scales[0] : 0.0f, high = high_exists ? row_scales[8] : 0.0f;
-    const float* columns = ring.scales.columns[at.tiles() % ring.scales.kBuffers] + part.first_half * kBlock +
-                           self.lane % 4 * 2;
+    const float* rows = weights.row_scales + tile.row + part.row;
+    const float low = part.row < tile.rows ? rows[0] : 0.0f, high = part.row + 8 < tile.rows ? rows[8] : 0.0f;
     wgmma_wait<0>();
     if (self.lane < 2)
         mbarrier_arrive_there(self.empty + RingUse<Ring::kStages>(at.blocks + blocks - 1).stage * 8);
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk)
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {  // 8 columns, of which this thread has two
-            const float2 scales = *reinterpret_cast<const float2*>(columns + chunk * kBlock + i * 8);
-            sums[chunk][4 * i] *= low * scales.x;
-            sums[chunk][4 * i + 1] *= low * scales.y;
-            sums[chunk][4 * i + 2] *= high * scales.x;
-            sums[chunk][4 * i + 3] *= high * scales.y;
-        }
+    scale_sums(sums, low, high, ring.scales.columns[at.tiles() % ring.scales.kBuffers] +
+                                    part.first_half * kBlock + self.lane % 4 * 2);
 }
 
+// The sums come out scaled.
 template <class Weights, class Epilogue, class Ring, class At, int kChunks>
 __device__ __forceinline__ void multiply_tile(Ring& ring, const Weights& weights, const Tile& tile,
                                               const MathThread& self, const MathPart& part, const At& at,
@@ -152,9 +160,7 @@ __device__ __forceinline__ void multiply_tile(Ring& ring, const Weights& weights
         for (float& sum : chunk) sum = 0.0f;
     if constexpr (Weights::kScaledInBlocks)
         multiply_block_scaled<Weights, Epilogue>(ring, self, part, at, blocks, sums);
-    else
-        multiply_row_scaled<Weights, Epilogue>(ring, self, part, at, blocks, weights.row_scales + tile.row + part.row,
-                                               part.row < tile.rows, part.row + 8 < tile.rows, sums);
+    else multiply_row_scaled<Epilogue>(ring, weights, tile, self, part, at, blocks, sums);
 }
 
 // A tile that has no rows for this warpgroup: it frees the stages at once.
@@ -183,8 +189,9 @@ __device__ __forceinline__ void stage_sums(const Epilogue& epilogue, Staging& st
 
 // One tile of one warpgroup: multiplied, and staged by the epilogue.
 template <class Weights, class Ring, class Epilogue, class Staging, class Tiles, class At, class Trace>
-__device__ __forceinline__ void compute_tile(Ring& ring, const Weights& weights, const Epilogue& epilogue, Staging& staging,
-                                             typename Epilogue::Shared& shared, Tiles& tiles, const At& at,
+__device__ __forceinline__ void compute_tile(Ring& ring, const Weights& weights, const Epilogue& epilogue,
+                                             Staging& staging, typename Epilogue::Shared& shared, Tiles& tiles,
+                                             const At& at,
                                              const Trace& trace, int32 block, const MathThread& self) {
     const Tile tile = tiles.tile(block);
     if (self.thread == 0) trace.mark(kMultiplies + self.group, at.tiles(), kBegins);
@@ -208,10 +215,10 @@ __device__ __forceinline__ void compute_tile(Ring& ring, const Weights& weights,
 }
 
 template <class Weights, class Ring, class Epilogue, class Staging, class Tiles, class Trace>
-__device__ __forceinline__ void multiply_tiles(Ring& ring, const Weights& weights, const Epilogue& epilogue, Staging& staging,
-                                               typename Epilogue::Shared& shared, Tiles tiles, const Trace& trace,
-                                               int32 block, int group, int thread) {
+__device__ __forceinline__ void multiply_tiles(Ring& ring, const Weights& weights, const Epilogue& epilogue,
+                                               Staging& staging, typename Epilogue::Shared& shared, Tiles tiles,
+                                               const Trace& trace, int32 block, int group, int thread) {
     const MathThread self = math_thread(ring, block, group, thread);
     for (Position<Weights::kBlocks> at{0}; tiles.next(at.tiles()); at.advance())
-        compute_tile<Weights>(ring, weights, epilogue, staging, shared, tiles, at, trace, block, self);
+        compute_tile(ring, weights, epilogue, staging, shared, tiles, at, trace, block, self);
 }

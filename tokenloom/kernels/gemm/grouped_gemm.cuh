@@ -2,6 +2,8 @@
 //
 //   out[row, n] = sum over blocks k of a_scale[row, k] * b_scale[e, n / 128, k] * (a[row, k:] . b[e, n, k:])
 //
+// With row scales it is a_scale[row] * b_scale[e, n] * (a[row] . b[e, n]).
+//
 // With SwiGLU, b has 8 rows of gates and 8 of ups in turn, and the output is quantised.
 //
 // Persistent, in clusters of two blocks. The roles are in device/roles; here they get their types and their threads.
@@ -20,8 +22,8 @@ struct GroupedGemmArgs {
     TensorMap a;                 // [rows, K] E4M3, boxes of 128 values x 32 rows, swizzled; unless a_windows is used
     TensorMap b;                 // [E, N, K] E4M3, boxes of 128 values x 128 rows
     TensorMap a_scale_map;       // [rows, K / 128], boxes of 8 values x 128 rows; if K % 512 == 0
-    const float* a_scales;       // [rows, K / 128]
-    const float* b_scales;       // [E, N / 128, K / 128]
+    const float* a_scales;       // [rows, K / 128]; row scales: [rows]
+    const float* b_scales;       // [E, N / 128, K / 128]; row scales: [E, N], in the order of b's rows
     const int32* offsets;        // [E + 1] first row of each expert; device memory; unused with slots
     void* out;                   // [rows, N] bfloat16; SwiGLU: [rows, N / 2] E4M3; unused if scattered
     float* out_scales;           // SwiGLU: [rows, N / 256]
@@ -85,8 +87,8 @@ __device__ __forceinline__ auto rows_of(const GroupedGemmArgs& args) {
 template <class Shape, class Columns>
 __device__ __forceinline__ auto weights_of(const GroupedGemmArgs& args) {
     constexpr bool kOnce = Shape::weights_once != 0;
-    if constexpr (Shape::row_scales != 0) return 
-        ChannelScaledWeights<Shape::n, Shape::k, Columns, kOnce>{args.b, args.b_scales, args.a_scales};
+    if constexpr (Shape::row_scales != 0)
+        return ChannelScaledWeights<Shape::n, Shape::k, Columns, kOnce>{args.b, args.b_scales, args.a_scales};
     else return BlockScaledWeights<Shape::n, Shape::k, Columns, kOnce>{args.b, args.b_scales};
 }
 
@@ -144,7 +146,8 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     using Rows = decltype(rows_of<Shape>(args));
     using Weights = decltype(weights_of<Shape, typename Epilogue::Columns>(args));
     using Bounds = decltype(bounds_of<Shape>());
-    using Shared = GemmShared<Epilogue, Bounds, typename Weights::template ScaleRing<Shape::stages>, Shape::stages, Shape::num_ranks>;
+    using ScaleRing = typename Weights::template ScaleRing<Shape::stages>;
+    using Shared = GemmShared<Epilogue, Bounds, ScaleRing, Shape::stages, Shape::num_ranks>;
     const Epilogue epilogue = epilogue_of<Shape>(args);
     const Rows rows = rows_of<Shape>(args);
     const Weights weights = weights_of<Shape, typename Epilogue::Columns>(args);
@@ -203,8 +206,8 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
         __syncwarp();
     } else {
         take_registers<kMathRegisters>();
-        multiply_tiles<Weights>(shared.ring, weights, epilogue, shared.staging, shared.epilogue, tiles_of<Shape>(shared), trace,
-                                block, group, threadIdx.x % kGroupThreads);
+        multiply_tiles(shared.ring, weights, epilogue, shared.staging, shared.epilogue, tiles_of<Shape>(shared), trace,
+                       block, group, threadIdx.x % kGroupThreads);
     }
     if constexpr (kInTurn<Shape>) wait_for_earlier_kernels();  // whoever waits for this one waits for those before it
     cluster_sync();  // no block leaves while the other arrives on its barriers

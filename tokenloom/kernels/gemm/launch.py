@@ -139,7 +139,8 @@ class GroupedGemmVariant:
         slots: each expert has places of its own for rows, and a count. Otherwise offsets say which rows are whose.
         claims: clusters claim tiles one by one, instead of taking every so many; see ``GroupedGemmArgs.claimed``.
         traced: roles write when they work on which tile, see :func:`trace_times`.
-        row_scales: rows and channels of weights have one scale each. Otherwise blocks of 128 of K have.
+        recipe: one of ``RECIPES``. With "row", rows of a and rows of b (output channels) have one scale each, and
+            products are added by the tensor cores over all of K.
     """
 
     num_experts: int
@@ -152,11 +153,12 @@ class GroupedGemmVariant:
     slots: bool = False
     claims: bool = False
     traced: bool = False
-    row_scales: bool = False
+    recipe: str = "block"
 
     def __str__(self) -> str:
-        choices = ("slots", "claims", "traced", "row_scales")
+        choices = ("slots", "claims", "traced")
         parts = [f"e{self.num_experts} n{self.n} k{self.k}", str(self.epilogue)]
+        parts += ["row scales"] if self.recipe == "row" else []
         parts += [f"awaits rows of {self.awaits} ranks"] if self.awaits else []
         parts += [f"scatters to {self.scatters} ranks"] if self.scatters else []
         return ", ".join(["grouped_gemm", *parts, *(name for name in choices if getattr(self, name))])
@@ -186,7 +188,7 @@ class GroupedGemmVariant:
             **self.epilogue.shape(),
             "stages": stages,
             "claims": int(self.claims),
-            "row_scales": int(self.row_scales),
+            "row_scales": int(self.recipe == "row"),
             "weights_once": int(in_turn and self.num_experts * self.n * self.k <= MOST_BYTES_ONCE),
         }
         return KernelSpec(
@@ -203,7 +205,7 @@ class GroupedGemmVariant:
         """Size of GemmShared in grouped_gemm.cuh, member by member."""
         barriers = 2 * 8
         ring = stages * ((TILE_ROWS + TILE_COLUMNS) * BLOCK + barriers)
-        if self.row_scales:
+        if self.recipe == "row":
             ring += 4 * TILE_COLUMNS * (-(-stages // (self.k // BLOCK)) + 1)
         else:
             ring += 2 * 4 * SCALE_BLOCKS * (TILE_ROWS + TILE_COLUMNS // BLOCK)

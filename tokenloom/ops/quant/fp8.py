@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from tokenloom.errors import DtypeMismatch, ShapeMismatch, require_type
-from tokenloom.plan import FP8_BLOCK
+from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, require_type
+from tokenloom.plan import FP8_BLOCK, RECIPES
 
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-4
 """Smallest amax in use, so that a block of zeros has a finite scale."""
 
 
-def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise to E4M3 with one scale per 128 values of the last dimension.
+def quantize_fp8(
+    x: torch.Tensor, *, power_of_two_scales: bool = False, recipe: str = "block"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise to E4M3 with one scale per 128 values of the last dimension, or one per row.
 
     ``amax = max(max|x|, 1e-4)``, ``scale = fl(amax / 448)`` and
     ``q = E4M3(clamp(fl(x * fl(448 / amax)), -448, 448))``. All steps are float32 with IEEE division and rounding to
@@ -22,12 +24,15 @@ def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple
     Args:
         x: bfloat16, float16, float32 or float64 [..., H], H a multiple of 128.
         power_of_two_scales: round each scale up to a power of two and divide x by it.
+        recipe: "block", or "row" for one scale of all H values. Weights [E, N, K] then have one for each output
+            channel.
 
     Returns:
-        q: float8_e4m3fn [..., H]; scales: float32 [..., H / 128]. Both are contiguous. ``q * scale`` approximates x.
+        q: float8_e4m3fn [..., H]; scales: float32 [..., H / 128], or [...] with recipe "row". Both are contiguous.
+        ``q * scale`` approximates x.
 
     Raises:
-        InvalidArgument: x is no tensor.
+        InvalidArgument: x is no tensor, or the recipe is unknown.
         ShapeMismatch: H is not a multiple of 128.
         DtypeMismatch: x has another dtype.
     """
@@ -37,9 +42,19 @@ def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple
     hidden = x.shape[-1] if x.dim() else 1
     if hidden % FP8_BLOCK:
         raise ShapeMismatch(f"x is {list(x.shape)}, expected a last dimension that is a multiple of {FP8_BLOCK}")
+    if require_recipe(recipe) == "row":
+        q, scale = _quantize(_as_float32(x), (-1,), power_of_two_scales)
+        return q, scale.squeeze(-1)
     blocks = _as_float32(x).unflatten(-1, (hidden // FP8_BLOCK, FP8_BLOCK))
     q, scale = _quantize(blocks, (-1,), power_of_two_scales)
     return q.flatten(-2), scale.squeeze(-1)
+
+
+def require_recipe(recipe: object) -> str:
+    """Return the name of a recipe, or raise InvalidArgument."""
+    if isinstance(recipe, str) and recipe in RECIPES:
+        return recipe
+    raise InvalidArgument(f"recipe is {recipe!r}, expected one of {', '.join(RECIPES)}")
 
 
 def quantize_fp8_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,12 +86,14 @@ def dequantize_fp8(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = t
 
     Args:
         q: float8_e4m3fn [..., H].
-        scales: float32 [..., H / 128].
+        scales: float32 [..., H / 128], or [...], one for each row.
         dtype: dtype of the result.
 
     Returns:
         [..., H] of ``dtype``.
     """
+    if scales.dim() < q.dim():
+        return (q.float() * scales.unsqueeze(-1)).to(dtype)
     blocks = q.float().unflatten(-1, (scales.shape[-1], FP8_BLOCK))
     return (blocks * scales.unsqueeze(-1)).flatten(-2).to(dtype)
 

@@ -30,6 +30,10 @@ inline void wgmma_e4m3(float (&d)[64], uint32 a, uint32 b, int accumulate) {
     for (int i = 0; i < 64; ++i) d[i] = sums[i / 2 % 2][i / 4 * 2 + i % 2];
 }
 
+inline void wgmma_e4m3(float (&d)[2][64], uint32 a, uint32 b) {
+    for (uint32 half = 0; half < 2; ++half) wgmma_e4m3(d[half], a, b + half * (128 * 128 >> 4), 1);
+}
+
 inline void store_matrices(void* row, uint32 m0, uint32 m1, uint32 m2, uint32 m3) {
     const unsigned lane = emulated_thread().x % 32;
     const uint64_t* rows = emulated_meet(reinterpret_cast<uint64_t>(row));
