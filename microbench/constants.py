@@ -24,7 +24,7 @@ from rich.console import Console
 
 from tokenloom.backends.peers.buffers import sends_before_opening
 from tokenloom.bench.comm import CallMaker, make_sampler
-from tokenloom.bench.comm_work import Series, plan_series, shapes_for
+from tokenloom.bench.comm_work import CallSeries, plan_series, shapes_for
 from tokenloom.bench.harness import Sample, of_the_slowest
 from tokenloom.bench.workload import make_inputs
 from tokenloom.cli import kernel_cache
@@ -63,7 +63,7 @@ def constants(variant: Variant) -> Iterator[None]:
         yield
 
 
-def combines(series: Sequence[Series], variant: Variant, num_ranks: int) -> list[KernelSpec]:
+def combines(series: Sequence[CallSeries], variant: Variant, num_ranks: int) -> list[KernelSpec]:
     """The kernels of the combines. Ranks that find them in the cache need not compile them one after the other."""
     found = []
     with constants(variant):
@@ -85,7 +85,7 @@ def combines(series: Sequence[Series], variant: Variant, num_ranks: int) -> list
 
 @torch.no_grad()
 def measure(
-    context: RankContext, series: Sequence[Series], variants: Sequence[Variant], rounds: int
+    context: RankContext, series: Sequence[CallSeries], variants: Sequence[Variant], rounds: int
 ) -> list[list[Sample]]:
     """Samples of every series of every variant, in this order. Collective."""
     inputs = {shape: make_inputs(context, shape) for shape in dict.fromkeys(each.shape for each in series)}

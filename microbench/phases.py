@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import tokenloom as tl
-from tokenloom.bench.workload import Shape, expert_outputs, make_inputs
+from tokenloom.bench.workload import CallSizes, expert_outputs, make_inputs
 from tokenloom.kernels.common import MARK_WORDS, MARKS, MAX_BLOCKS
 from tokenloom.runtime.processes import RankContext, RankPool
 
@@ -62,7 +62,7 @@ def host_us(call: Callable[[], Any]) -> float:
 
 
 @torch.no_grad()
-def measure(context: RankContext, shape: Shape, num_sms: int) -> dict[str, Any]:
+def measure(context: RankContext, shape: CallSizes, num_sms: int) -> dict[str, Any]:
     """Phases and host times of all operations on this rank. Collective."""
     given = make_inputs(context, shape)
     plan = shape.plan(context.num_ranks)
@@ -120,7 +120,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("phases.py needs Hopper GPUs; there is none")
-    shape = Shape(num_tokens=arguments.tokens, hidden=7168, num_experts=256, top_k=8)
+    shape = CallSizes(num_tokens=arguments.tokens, hidden=7168, num_experts=256, top_k=8)
     with RankPool(torch.cuda.device_count(), "cuda") as pool:
         found = pool.run(measure, shape, arguments.num_sms, limit_s=300)[0]
     for name, values in found.items():

@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tokenloom.bench.workload import Shape
+from tokenloom.bench.workload import CallSizes
 
-SHAPE = Shape(num_tokens=40, hidden=256, top_k=2, num_experts=8)
+SHAPE = CallSizes(num_tokens=40, hidden=256, top_k=2, num_experts=8)
 """The only shape that it takes."""
 
 

@@ -17,9 +17,9 @@ from tokenloom.backends import registry
 from tokenloom.backends.seam import Capabilities
 from tokenloom.bench import comm_work
 from tokenloom.bench.comm import CallMaker
-from tokenloom.bench.comm_work import OPERATIONS, Series, Who
+from tokenloom.bench.comm_work import OPERATIONS, CallSeries, Who
 from tokenloom.bench.rivals import deep_ep
-from tokenloom.bench.workload import Operation, Shape, make_inputs
+from tokenloom.bench.workload import CallSizes, Operation, make_inputs
 from tokenloom.plan import LAYOUTS, Plan
 from tokenloom.runtime.processes import RankContext, RankPool
 
@@ -81,7 +81,7 @@ def bytes_sent_on_rank(context: RankContext, who: Who) -> dict[Operation, int]:
     with ExitStack() as stack, torch.no_grad():
         maker = CallMaker(context, make_inputs(context, SHAPE), stack)
         for operation in OPERATIONS:
-            call = maker.call(Series(SHAPE, operation, *who))
+            call = maker.call(CallSeries(SHAPE, operation, *who))
             sent = 0
             with mock.patch.object(dist, "all_to_all_single", counting):
                 call()
@@ -134,12 +134,12 @@ def test_cases_are_sound(case: comm_work.Case) -> None:
 def test_shapes_are_those_asked_for() -> None:
     """A laptop does not get the shapes of a cluster, nor the other way round; what is asked for comes first."""
     assert [shape.num_tokens for shape in comm_work.shapes_for([], "cpu")] == [256]
-    assert comm_work.shapes_for([], "cuda") == [Shape(128, 7168, 8, 256), Shape(4096, 7168, 8, 256)]
-    assert comm_work.shapes_for(["decode"], "cpu") == [Shape(128, 7168, 8, 256)]
+    assert comm_work.shapes_for([], "cuda") == [CallSizes(128, 7168, 8, 256), CallSizes(4096, 7168, 8, 256)]
+    assert comm_work.shapes_for(["decode"], "cpu") == [CallSizes(128, 7168, 8, 256)]
     # Cases that differ in their tokens alone become one.
     swept = comm_work.shapes_for([], "cuda", [8, 16], hidden=512, top_k=None)
-    assert swept == [Shape(8, 512, 8, 256), Shape(16, 512, 8, 256)]
-    assert comm_work.shapes_for(["small"], "cpu", hidden=128, top_k=1, num_experts=4) == [Shape(64, 128, 1, 4)]
+    assert swept == [CallSizes(8, 512, 8, 256), CallSizes(16, 512, 8, 256)]
+    assert comm_work.shapes_for(["small"], "cpu", hidden=128, top_k=1, num_experts=4) == [CallSizes(64, 128, 1, 4)]
 
 
 @contextmanager
@@ -162,7 +162,7 @@ def test_rows_on_hopper_gpus() -> None:
     """nvlink has all timings for every number of SMs, and its rivals are beside it at every operation. Eager rows are
     of pairs."""
     with machine(nvlink=True), no_deep_ep():
-        planned, notes = comm_work.plan_series([SHAPE, Shape(8, 256, 2, 8)], 2, "cuda", num_sms=[8, 16])
+        planned, notes = comm_work.plan_series([SHAPE, CallSizes(8, 256, 2, 8)], 2, "cuda", num_sms=[8, 16])
     who = [
         ("nvlink", "events", 8),
         ("nvlink", "graph", 8),
@@ -173,10 +173,10 @@ def test_rows_on_hopper_gpus() -> None:
         ("collective", "events"),
         ("collective", "eager"),
     ]
-    shapes = [SHAPE, Shape(8, 256, 2, 8)]
+    shapes = [SHAPE, CallSizes(8, 256, 2, 8)]
     # measure.py takes neighbours of one shape and operation together, and measures them in turns.
     assert planned == [
-        Series(shape, each, *one)
+        CallSeries(shape, each, *one)
         for shape in shapes
         for each in OPERATIONS
         for one in who
@@ -243,8 +243,8 @@ def test_how_rows_call() -> None:
     """Sizes are exact by default, and bounded in graphs, which cannot read on the host, where the host's time counts,
     and in slots, which have no exact sizes. FP8 slots have scales as masked grouped GEMMs take them."""
 
-    def of(payload: Any, layout: Any, timing: Any) -> Series:
-        return Series(SHAPE, Operation("dispatch", payload, layout), "nvlink", timing)
+    def of(payload: Any, layout: Any, timing: Any) -> CallSeries:
+        return CallSeries(SHAPE, Operation("dispatch", payload, layout), "nvlink", timing)
 
     sizes = {timing: of("bf16", "expert", timing).sizes for timing in ("events", "wall", "graph", "eager")}
     assert sizes == {"events": "exact", "wall": "exact", "graph": "bounded", "eager": "bounded"}
@@ -282,5 +282,5 @@ def test_only_keeps_rows_by_their_names() -> None:
     assert [each.name(2) for each in labelled] == ["dispatch/collective/ep2/t40/h256/k2/fp8/rank/wall"], (
         "as tables say"
     )
-    odd, _ = comm_work.plan_series([Shape(8, 200, 2, 8)], 2, "cpu", only=["bf16"])
+    odd, _ = comm_work.plan_series([CallSizes(8, 200, 2, 8)], 2, "cpu", only=["bf16"])
     assert odd, "a hidden size that FP8 does not take is fine where no row is FP8"

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from tests.bench.fake_deep_ep import SHAPE
 from tests.cli.borrowed import borrowed
 from tokenloom.bench import comm, setup
-from tokenloom.bench.comm_work import OPERATIONS, Series, Traffic, label
+from tokenloom.bench.comm_work import OPERATIONS, CallSeries, Traffic, label
 from tokenloom.bench.harness import Measured
-from tokenloom.bench.workload import Shape
+from tokenloom.bench.workload import CallSizes
 from tokenloom.cli import app
 from tokenloom.runtime.processes import RankPool
 
@@ -187,7 +187,7 @@ def test_command_of_halves(pools: Callable[[str], RankPool], tmp_path: Path, mon
 def test_a_chart_shows_every_row(tmp_path: Path) -> None:
     """A chart for each shape, a bar of the right length for each row, and a title that says where it was measured."""
     figures = pytest.importorskip("matplotlib.figure")
-    shapes = [SHAPE, Shape(8, 256, 2, 8)]
+    shapes = [SHAPE, CallSizes(8, 256, 2, 8)]
     who = [("nvlink", "events", 8), ("nvlink", "graph", 8), ("collective", "events", None)]
     made = []
     for shape in shapes:
@@ -195,7 +195,7 @@ def test_a_chart_shows_every_row(tmp_path: Path) -> None:
             for backend, timing, sms in who[len(made) % 2 :]:  # not everybody has every operation
                 where = asdict(shape) | {"payload": operation.payload, "layout": operation.layout}
                 where |= {"operation": operation.name, "backend": backend, "timing": timing}
-                row = Series(shape, operation, backend, timing).name(2)
+                row = CallSeries(shape, operation, backend, timing).name(2)
                 samples = [Measured({"call": [10.0 + len(made)]})]
                 made.append(comm.make_row(row, samples, MOVED, sms, where, on_links=True))
     samples = [Measured({"call": [99.0], "work": [50.0], "one_piece": [120.0]})]

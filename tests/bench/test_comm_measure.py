@@ -16,7 +16,7 @@ from tests.conftest import Ranks
 from tests.support.on_ranks import on_ranks
 from tokenloom.bench import clock, comm, comm_work
 from tokenloom.bench.comm import CallMaker, Gemm
-from tokenloom.bench.comm_work import OPERATIONS, Series
+from tokenloom.bench.comm_work import OPERATIONS, CallSeries
 from tokenloom.bench.harness import Measured, Sample
 from tokenloom.bench.rivals import deep_ep
 from tokenloom.bench.workload import Operation, make_inputs
@@ -30,7 +30,7 @@ def test_rows_of_nodes_count_what_is_handed_on(backend: str) -> None:
     pool: Any = SimpleNamespace(
         num_ranks=4, device="cpu", run=lambda *arguments, **options: [[Measured({"call": [10.0]})]] * 4
     )
-    planned = [Series(SHAPE, operation, backend, "wall", ranks_per_node=2)]
+    planned = [CallSeries(SHAPE, operation, backend, "wall", ranks_per_node=2)]
     (row,) = comm.measure(pool, planned, 3)
     assert row.setup["ranks_per_node"] == 2
     plan, ids = SHAPE.plan(4), [SHAPE.topk_ids(rank) for rank in range(4)]
@@ -93,7 +93,7 @@ def test_halves_are_around_the_work() -> None:
 
     context: Any = SimpleNamespace(device=torch.device("cpu"), group=None)
     maker: Any = SimpleNamespace(ours=lambda each: Call())
-    planned = Series(SHAPE, OPERATIONS[0], "collective", "wall", beside_us=7.0)
+    planned = CallSeries(SHAPE, OPERATIONS[0], "collective", "wall", beside_us=7.0)
     with mock.patch.object(comm, "Gemm", lambda context, us: lambda: done.append(f"work of {us:g}")):
         sample = comm.make_sampler(context, maker, planned)()
     assert done == ["send", "work of 7", "receive", "receive", "work of 7", "one piece", "work of 7"]
@@ -116,11 +116,11 @@ def test_a_gemm_is_as_long_as_asked_for(ranks: Ranks) -> None:
     assert by_rank == [[short, long]] * ranks.num_ranks
 
 
-def measured_on_rank(context: RankContext, planned: list[Series]) -> list[Measured]:
+def measured_on_rank(context: RankContext, planned: list[CallSeries]) -> list[Measured]:
     return comm.measure_on_rank(context, planned, 3)
 
 
-def assert_plausible(planned: list[Series], by_rank: list[list[Measured]]) -> None:
+def assert_plausible(planned: list[CallSeries], by_rank: list[list[Measured]]) -> None:
     """Three samples each, with the parts of their kind, of more than nothing and less than a second."""
     for found in by_rank:
         for each, measured in zip(planned, found, strict=True):
@@ -165,7 +165,7 @@ def test_a_replay_does_the_work(context: RankContext, backend: str) -> None:
         given = make_inputs(context, SHAPE)
         maker = CallMaker(context, given, stack)
         for layout in comm_work.LAYOUTS:
-            nvlink = Series(SHAPE, Operation("dispatch", "bf16", layout), "nvlink", "graph", 8)
+            nvlink = CallSeries(SHAPE, Operation("dispatch", "bf16", layout), "nvlink", "graph", 8)
             call = maker.call(nvlink)
             results: list[Any] = []
 
@@ -197,7 +197,7 @@ def deep_ep_on_rank(context: RankContext) -> tuple[list[Any], list[int]]:
     """What its operations return, described, and how many samples each of them has when it is measured."""
     with fake_deep_ep(), torch.no_grad():
         given = make_inputs(context, SHAPE)
-        planned = [Series(SHAPE, each, "deep_ep", "wall") for each in deep_ep.OPERATIONS]
+        planned = [CallSeries(SHAPE, each, "deep_ep", "wall") for each in deep_ep.OPERATIONS]
         with ExitStack() as stack:
             maker = CallMaker(context, given, stack)
             bf16, fp8, home = (maker.call(each)()[0] for each in planned)

@@ -12,7 +12,7 @@ import torch
 from tokenloom.bench.mega_work import MegaShape, bytes_out, make_weights
 from tokenloom.bench.rivals.torch_layer import own_experts, torch_layer
 from tokenloom.bench.train_work import Weights, make_problem
-from tokenloom.bench.workload import Shape
+from tokenloom.bench.workload import CallSizes
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def rival_layer() -> tuple[torch.Tensor, ...]:
 
 
 DRAWN: dict[str, Callable[[], Any]] = {
-    "routing": lambda: Shape(40, 256, 2, 8).topk_ids(1),
+    "routing": lambda: CallSizes(40, 256, 2, 8).topk_ids(1),
     "weights of mega": mega_weights,
     "bytes of mega": sent_bytes,
     "tokens and the rival's layer": rival_layer,

@@ -15,7 +15,7 @@ from tokenloom.bench.harness import Contestant, Measured, percentiles, take_turn
 from tokenloom.bench.mega_work import MegaShape
 from tokenloom.bench.setup import Run
 from tokenloom.bench.train_work import TrainOptions, TrainShape
-from tokenloom.bench.workload import Shape
+from tokenloom.bench.workload import CallSizes
 
 
 def test_everybody_takes_turns() -> None:
@@ -47,7 +47,7 @@ def test_the_slowest_rank_counts() -> None:
     assert percentiles(by_rank) == {"call": (30.0, 50.0, 1)}
 
 
-SHAPE = Shape(8, 128, 2, 4)
+SHAPE = CallSizes(8, 128, 2, 4)
 
 
 class Asked(Exception):

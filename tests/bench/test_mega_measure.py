@@ -19,7 +19,7 @@ from tests.support.stand_ins import StandIns
 from tokenloom.bench import PackageMissing, clock, mega
 from tokenloom.bench.clock import Clock
 from tokenloom.bench.harness import Measured
-from tokenloom.bench.mega import Layer, MegaFound
+from tokenloom.bench.mega import MegaFound, MegaLayer
 from tokenloom.bench.mega_work import MegaShape, make_weights
 from tokenloom.bench.rivals import deep_gemm
 from tokenloom.compat.deep_gemm.testing import calc_diff
@@ -67,7 +67,7 @@ def test_layers_are_timed_by_graph_and_by_events() -> None:
     def theirs() -> None: ...
 
     graph: Any = ours
-    layers = {"ours": Layer(ours, torch.zeros(1), graph), "theirs": Layer(theirs, torch.zeros(1), None)}
+    layers = {"ours": MegaLayer(ours, torch.zeros(1), graph), "theirs": MegaLayer(theirs, torch.zeros(1), None)}
     contestants = mega.contestants(fake, layers, {name: Measured() for name in layers})
     assert [each.sample() for each in contestants.values()] == [{"graph": 1.0}, {"events": 2.0}, {"events": 3.0}]
     assert fake.called == ["ours", "ours", "theirs"]

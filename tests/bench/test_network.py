@@ -33,12 +33,12 @@ from tokenloom.bench.network.bits import (
     make_problem,
     sizes,
 )
-from tokenloom.bench.network.check import Options, Report, check
+from tokenloom.bench.network.check import CheckOptions, CheckReport, check
 from tokenloom.bench.network.findings import PARTS, Finding, Seen, merge
 from tokenloom.bench.network.speed import (
     BETWEEN,
     INSIDE,
-    Exchange,
+    AllToAllTimes,
     Link,
     Points,
     Sample,
@@ -152,13 +152,13 @@ def test_turns_of_a_link() -> None:
 def test_slow_rails_are_named() -> None:
     """All rails busy at once, one has a NIC at half the rate; a rank with wrong bits is named with its rail."""
     times = [[10.0], [10.0], [10.0], [30.0], [10.0], [10.0]]
-    exchange = Exchange(1000, times, [""] * 6)
+    exchange = AllToAllTimes(1000, times, [""] * 6)
     teams = [(0, 3), (1, 4), (2, 5)]
     found = list(speed.judged(teams, "rail", [exchange]))
     assert [each.passed for each in found] == [False, True, True]
     assert (found[0].what, found[0].details) == ("rail 0, ranks 0, 3", "0.0333 GB/s, while the median rail has 0.1")
-    wrong = Exchange(1000, [[10.0]] * 6, ["", "", "", "", "", "4 bytes from rank 2 came wrong to rank 5"])
-    found = list(speed.judged(teams, "rail", [wrong, Exchange(1000, [[10.0]] * 6, [""] * 6)]))
+    wrong = AllToAllTimes(1000, [[10.0]] * 6, ["", "", "", "", "", "4 bytes from rank 2 came wrong to rank 5"])
+    found = list(speed.judged(teams, "rail", [wrong, AllToAllTimes(1000, [[10.0]] * 6, [""] * 6)]))
     assert [each.passed for each in found] == [True, True, False]
     assert "from rank 2 came wrong to rank 5" in found[2].details
 
@@ -247,7 +247,7 @@ def test_constants_are_read_back(tmp_path: Path) -> None:
     file = tmp_path / "constants.json"
     good = [Finding("topology", "nodes", "nodes", True)]
     console = Console(file=io.StringIO(), width=120)
-    assert checks.show(Run(console, 4, "cpu", []), Report([], "2 nodes", "gloo", good, points), file)
+    assert checks.show(Run(console, 4, "cpu", []), CheckReport([], "2 nodes", "gloo", good, points), file)
     assert read_constants(file).low_latency == found.low_latency
     done = CliRunner().invoke(app.app, ["plan", "--nodes", "2", "--constants", str(file)])
     assert done.exit_code == 0
@@ -257,7 +257,7 @@ def test_constants_are_read_back(tmp_path: Path) -> None:
 def test_constants_of_a_bad_network_are_not_written(tmp_path: Path) -> None:
     file, console = tmp_path / "constants.json", Console(file=io.StringIO(), width=120)
     points = Points([(1, 1.0), (2, 2.0)], [(1, 1.0), (2, 2.0)], [], 1.0, 1.0, 2, 1)
-    bad = Report([], "n", "gloo", [Finding("topology", "n", "n", False)], points)
+    bad = CheckReport([], "n", "gloo", [Finding("topology", "n", "n", False)], points)
     assert not checks.show(Run(console, 4, "cpu", []), bad, file)
     assert not file.exists()
 
@@ -419,7 +419,7 @@ def refusal(context: RankContext) -> tuple[list[str], str]:
     """The parts that began on this rank, and what ended them."""
     began: list[str] = []
     with pytest.raises(InvalidArgument) as refused:
-        check(context.group, context.device, Options(fits_constants=True), began.append)
+        check(context.group, context.device, CheckOptions(fits_constants=True), began.append)
     return began, str(refused.value)
 
 
@@ -438,7 +438,7 @@ def test_the_command_on_two_nodes(
     from tokenloom.cli.terminal import console
 
     file = tmp_path / "found.json"
-    options = Options(ranks_per_node=2, rounds=3, large_bytes=1 << 14)
+    options = CheckOptions(ranks_per_node=2, rounds=3, large_bytes=1 << 14)
     with borrowed(setup, pools):
         passed = checks.run_on_own_ranks(Run(console(), 4, "cpu", ["check-network"], file), options)
     content = json.loads(file.read_text())
@@ -491,7 +491,7 @@ def on_rank_check(context: RankContext, ranks_per_node: int | None = None) -> An
         check_links=lambda *arguments: [],
         check_rails=lambda *arguments: ([], None),
     ):
-        return check_on_rank(context, Options(ranks_per_node))
+        return check_on_rank(context, CheckOptions(ranks_per_node))
 
 
 def test_unequal_nodes_fail_and_are_named(four: Ranks) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tests.bench.test_network import speed_alone
 from tokenloom.bench.network import check
-from tokenloom.bench.network.check import Options
+from tokenloom.bench.network.check import CheckOptions
 from tokenloom.bench.setup import Run
 from tokenloom.cli import app
 from tokenloom.errors import InvalidArgument
@@ -40,7 +40,7 @@ def test_the_exit_code_is_the_verdict(monkeypatch: pytest.MonkeyPatch, passed: b
     arguments = ["--device", "cpu", "--ranks", "4", "--ranks-per-node", "2", "--timeout-s", "7", "--seed", "5"]
     done = CliRunner().invoke(app.app, ["check-network", *arguments])
     assert done.exit_code == (0 if passed else 1)
-    assert given == [4, "cpu", Options(2, 7.0, 30, 5), None]
+    assert given == [4, "cpu", CheckOptions(2, 7.0, 30, 5), None]
 
 
 def test_torchrun_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from tokenloom.backends.nodes.hierarchical.backend import NetworkBackend
 from tokenloom.backends.nodes.hierarchical.nvlink_inside import make_inside
 from tokenloom.backends.registration import Availability, Registration
 from tokenloom.bench.network.bits import PAYLOADS
-from tokenloom.bench.network.check import Options, check_on_rank
+from tokenloom.bench.network.check import CheckOptions, check_on_rank
 from tokenloom.plan import LAYOUTS
 from tokenloom.runtime.processes import RankContext
 
@@ -42,7 +42,7 @@ def with_gin(context: RankContext) -> Any:
         mock.patch("tokenloom.bench.network.check.check_links", return_value=[]),
         mock.patch("tokenloom.bench.network.check.check_rails", return_value=([], None)),
     ):
-        return check_on_rank(context, Options(ranks_per_node=2, rounds=3))
+        return check_on_rank(context, CheckOptions(ranks_per_node=2, rounds=3))
 
 
 @pytest.mark.slow

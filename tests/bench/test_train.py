@@ -22,7 +22,7 @@ from tests.tune.test_tune import like_a_communicator
 from tokenloom.bench import clock, legends, setup, train
 from tokenloom.bench.differences import Difference, total
 from tokenloom.bench.rivals.torch_layer import torch_experts, torch_layer
-from tokenloom.bench.train import LOCAL, ONE, OURS, PASSES, Layer, Report, TrainFound
+from tokenloom.bench.train import LOCAL, ONE, OURS, PASSES, TrainFound, TrainLayer, TrainReport
 from tokenloom.bench.train_work import (
     LIMITS,
     TENSORS,
@@ -127,7 +127,7 @@ def test_all_agree(ranks: Ranks, changes: dict[str, Any]) -> None:
     """The layer agrees with reference and rival, on every number of ranks, whatever the options. Its differences are
     far below the limits, so the limits do not hide faults. Everybody has a sample of every pass and iteration."""
     found = ranks.run(measure_with, changes)
-    report = Report(SHAPE, replace(OPTIONS, **changes), found)
+    report = TrainReport(SHAPE, replace(OPTIONS, **changes), found)
     limit = LIMITS[changes.get("dtype", "bf16")]
     assert report.passed
     assert all(row.relative < limit / 2 for row in report.checks)
@@ -157,7 +157,7 @@ def break_each(context: RankContext) -> dict[str, dict[str, Difference]]:
     weights = Weights(router.requires_grad_(), (w1[own].clone().requires_grad_(), w2[own].clone().requires_grad_()))
     problem = make_problem(96, weights, 3, seed=context.rank)
     ranks = RankGroup(group, device=context.device)
-    right = Layer(lambda: torch_layer(problem.x, weights, 3, torch_experts, ranks), problem.gradients).results()
+    right = TrainLayer(lambda: torch_layer(problem.x, weights, 3, torch_experts, ranks), problem.gradients).results()
     found = {}
     for fault in ("none", *TENSORS, "a lost token", "not a number"):
         got = [each.clone() for each in right]
@@ -228,7 +228,7 @@ def measure_without_memory(context: RankContext, shape: TrainShape) -> TrainFoun
 def test_baselines_that_cannot_be(ranks: Ranks) -> None:
     """They are left out with their reason, on all ranks alike, and everything else is there."""
     shape = replace(SHAPE, top_k=7)
-    report = Report(shape, OPTIONS, ranks.run(measure_without_memory, shape))
+    report = TrainReport(shape, OPTIONS, ranks.run(measure_without_memory, shape))
     local = SHAPE.num_experts // ranks.num_ranks
     few = local < 7
     notes = [note for note in report.notes if "is not measured" in note]
@@ -251,7 +251,7 @@ def test_a_step_is_three_passes() -> None:
         call()
         return float(len(order))
 
-    layer = Layer(lambda: order.append(torch.is_grad_enabled()) or "out", order.append)
+    layer = TrainLayer(lambda: order.append(torch.is_grad_enabled()) or "out", order.append)
     with mock.patch.object(clock, "one_call", one_call):
         sample = layer.step(None)  # type: ignore[arg-type]
     assert order == [False, True, "out"]

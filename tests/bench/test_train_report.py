@@ -16,7 +16,7 @@ from tokenloom.bench.differences import Difference, compare, total
 from tokenloom.bench.harness import Measured
 from tokenloom.bench.rivals.torch_layer import own_experts, torch_experts, torch_layer
 from tokenloom.bench.tables import Fitted
-from tokenloom.bench.train import LOCAL, ONE, OURS, PASSES, Layer, Report, TrainFound
+from tokenloom.bench.train import LOCAL, ONE, OURS, PASSES, TrainFound, TrainLayer, TrainReport
 from tokenloom.bench.train_work import TENSORS, TrainOptions, TrainShape, Weights, choose, make_problem
 from tokenloom.training.saved_activations import SavedTensor
 from tokenloom.tune.samples import draw_topk_ids
@@ -44,7 +44,7 @@ def test_both_kinds_of_experts_are_the_same() -> None:
     weights = Weights(router, (w1, w2))
     problem = make_problem(40, weights, 3)
     results = [
-        Layer(lambda kind=kind: torch_layer(problem.x, weights, 3, kind), problem.gradients).results()
+        TrainLayer(lambda kind=kind: torch_layer(problem.x, weights, 3, kind), problem.gradients).results()
         for kind in (torch_experts, own_experts)
     ]
     for name, ours, theirs in zip(TENSORS, *results, strict=True):
@@ -94,7 +94,7 @@ def shown(*tables: Any, width: int = 120) -> str:
 def test_numbers_by_hand() -> None:
     """The slowest rank counts; one rank with all tokens is divided by the ranks; backward is twice the arithmetic."""
     shape = TrainShape(65536, 4096, 1536, 64, 8)
-    report = Report(shape, OPTIONS, [made_up(0), made_up(1)])
+    report = TrainReport(shape, OPTIONS, [made_up(0), made_up(1)])
     rows = {(row.who, row.what): row for row in report.times}
     forward, backward = rows[OURS, "forward"], rows[OURS, "backward"]
     assert forward.name == "train/nvlink/ep2/t65536/h4096/i1536/e64/k8/bf16/forward"
@@ -123,7 +123,7 @@ def test_numbers_by_hand() -> None:
 @pytest.mark.parametrize(("off", "said"), [(9e-4, "agree"), (2e-3, "DO NOT"), (float("nan"), "DO NOT")])
 def test_a_rival_that_computes_something_else_is_told(off: float, said: str) -> None:
     """The limit is twice that of one layer, 2^-5; squares here, of two ranks."""
-    (note,) = Report(SHAPE, OPTIONS, [made_up(0, off), made_up(1, off)]).notes
+    (note,) = TrainReport(SHAPE, OPTIONS, [made_up(0, off), made_up(1, off)]).notes
     assert said in note
     assert "(dx, relative)" in note
 
@@ -132,7 +132,7 @@ def test_tables_fit() -> None:
     """120 columns are enough for the largest numbers that one would wait for."""
     times = Measured({what: [123_456_789.0] * 3 for what in PASSES})
     measured = [replace(made_up(0), layers=dict.fromkeys((OURS, "nccl", LOCAL, ONE), times))] * 8
-    report = Report(TrainShape(131072, 7168, 2048, 256, 8), OPTIONS, measured)
+    report = TrainReport(TrainShape(131072, 7168, 2048, 256, 8), OPTIONS, measured)
     tables = (report.times_table([OURS, "nccl", LOCAL, ONE]), report.exposed_table(), report.check_table())
     text = shown(*tables)
     assert "…" not in text

@@ -18,7 +18,7 @@ from tests.conftest import Ranks
 from tests.support.on_ranks import on_ranks
 from tokenloom.backends import registry
 from tokenloom.backends.seam import Strategy
-from tokenloom.comm.communicators_by_shape import UNKNOWN, Communicators, Shape
+from tokenloom.comm.communicators_by_shape import UNKNOWN, CommShape, Communicators
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.telling import Telling
 from tokenloom.training.pieces import RunOptions
@@ -64,7 +64,7 @@ def test_a_layer_whose_batches_grow(context: RankContext) -> None:
     local = slice(context.rank * count, (context.rank + 1) * count)
     own = [each[local].to(device).requires_grad_() for each in full]
     communicators = Communicators(context.group, dict)
-    options, shape = RunOptions(Strategy()), Shape(EXPERTS, HIDDEN, TOP_K)
+    options, shape = RunOptions(Strategy()), CommShape(EXPERTS, HIDDEN, TOP_K)
     rooms = []
     for step in range(len(BATCHES)):
         wide = [each.double().requires_grad_() for each in full]
@@ -102,7 +102,7 @@ def test_a_layer_whose_batches_grow(context: RankContext) -> None:
 @on_ranks("four")
 def test_rows_of_a_width_have_a_communicator(context: RankContext) -> None:
     """Whose backend may have made its memory for them."""
-    shape, made = Shape(EXPERTS, HIDDEN, TOP_K), []
+    shape, made = CommShape(EXPERTS, HIDDEN, TOP_K), []
     communicators = Communicators(context.group, dict)
     wanted: list[Any] = []
     probe = registry.probe
@@ -126,7 +126,7 @@ def check_a_fault_beside_growth(context: RankContext, needs_room: int, faulty: i
             routed = comm.dispatch(x, ids, layout="expert")
             return comm.combine(routed.tokens, routed, weighted=False)
 
-        return communicators.run(Shape(EXPERTS, HIDDEN, TOP_K), tokens, context.device, call)
+        return communicators.run(CommShape(EXPERTS, HIDDEN, TOP_K), tokens, context.device, call)
 
     for most in (5, 40):
         tokens = most if context.rank == needs_room else 3
@@ -150,13 +150,13 @@ def test_a_fault_comes_before_growth(ranks: Ranks, needs_room: int, faulty: int)
     ranks.run(check_a_fault_beside_growth, needs_room, faulty)
 
 
-SMALL, WIDE = Shape(EXPERTS, HIDDEN, TOP_K), Shape(EXPERTS, 2 * HIDDEN, TOP_K)
+SMALL, WIDE = CommShape(EXPERTS, HIDDEN, TOP_K), CommShape(EXPERTS, 2 * HIDDEN, TOP_K)
 MORE_EXPERTS = SMALL._replace(num_experts=2 * EXPERTS)
 CHECKS = {  # shapes in use, shape of the call and most tokens, and what the rank with the fault knows of the shape
     "the first call": ([], SMALL, 3, UNKNOWN),
     "growth": ([SMALL], SMALL, 40, SMALL),
     "growth of another one than the last": ([SMALL, WIDE], SMALL, 40, SMALL),
-    "growth of one by its width": ([SMALL, WIDE], SMALL, 40, Shape(0, HIDDEN, None)),
+    "growth of one by its width": ([SMALL, WIDE], SMALL, 40, CommShape(0, HIDDEN, None)),
     "growth of the last one": ([WIDE, SMALL], SMALL, 40, UNKNOWN),
     "a new width": ([SMALL], WIDE, 3, WIDE),
     "a new shape of a width": ([SMALL, WIDE], MORE_EXPERTS, 3, MORE_EXPERTS),
@@ -171,7 +171,7 @@ def test_a_fault_of_a_check_beside_growth(context: RankContext, name: str) -> No
     bad = context.num_ranks - 1
     communicators = Communicators(context.group, lambda: {"timeout_s": 20.0, "open_timeout_s": 20.0, "checked": True})
 
-    def step(shape: Shape, tokens: int) -> None:
+    def step(shape: CommShape, tokens: int) -> None:
         x = torch.ones(tokens, shape.hidden, dtype=torch.bfloat16, device=context.device)
         ids = torch.zeros(tokens, TOP_K, dtype=torch.int64, device=context.device)
         communicators.run(shape, tokens, context.device, lambda comm: comm.dispatch(x, ids, layout="expert"))

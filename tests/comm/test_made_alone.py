@@ -15,7 +15,7 @@ from tests.comm.test_first_messages import dispatch, make_comm
 from tests.runtime.test_interrupted_waits import at_once
 from tests.support.on_ranks import on_ranks
 from tests.support.server import LIMIT_S, Server
-from tokenloom.comm.communicators_by_shape import Communicators, Shape
+from tokenloom.comm.communicators_by_shape import CommShape, Communicators
 from tokenloom.runtime.processes import RankContext
 
 NUM_RANKS, ODD = 3, 1
@@ -33,7 +33,7 @@ def test_a_new_shape_is_made_by_all(context: RankContext) -> None:
             comm.dispatch(torch.ones(4, hidden), ids, layout="token")
             return frozenset(comm.masked_ranks())
 
-        return communicators.run(Shape(NUM_RANKS, hidden, 2), 4, context.device, make)
+        return communicators.run(CommShape(NUM_RANKS, hidden, 2), 4, context.device, make)
 
     assert call(8) == frozenset()
     at_once(lambda: make_comm(context) if context.rank == ODD else call(8), tl.PlanMismatch)

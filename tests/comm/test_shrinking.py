@@ -15,7 +15,7 @@ import tokenloom as tl
 from tests.support.patience import only_late
 from tests.support.server import Server
 from tests.support.slow import mostly_slow
-from tokenloom.comm.communicators_by_shape import Communicators, Shape
+from tokenloom.comm.communicators_by_shape import CommShape, Communicators
 from tokenloom.compat import deep_ep
 from tokenloom.runtime.links import Links
 from tokenloom.runtime.processes import RankContext
@@ -62,7 +62,7 @@ def grow(context: RankContext, dies: Callable[[int], object]) -> Collection[int]
             routed = comm.dispatch(x, ids)
             return comm.combine(routed.tokens, routed, weighted=False), comm.masked_ranks()
 
-        out, masked = communicators.run(Shape(experts * RANKS, HIDDEN, TOP_K), num_tokens, context.device, call)
+        out, masked = communicators.run(CommShape(experts * RANKS, HIDDEN, TOP_K), num_tokens, context.device, call)
         counts = [((ids // experts) != gone).sum(1) for gone in (LOST, -1)]
         if LOST not in masked:  # it may have died behind the dispatch
             assert torch.equal(out, x * counts[1][:, None]), number

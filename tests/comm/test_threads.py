@@ -16,7 +16,7 @@ import tokenloom as tl
 from tests.support.cases import FP32, Case, make_comm, make_problem, same_bits
 from tests.support.on_ranks import on_ranks
 from tests.support.patience import PATIENCE_S
-from tokenloom.comm.communicators_by_shape import Communicators, Shape
+from tokenloom.comm.communicators_by_shape import CommShape, Communicators
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.turns import Turn
 
@@ -153,7 +153,7 @@ def test_a_thread_that_makes_a_communicator(context: RankContext) -> None:
 
     def call(experts: int) -> Call:
         return lambda: communicators.run(
-            Shape(experts, 16, 2), 3, context.device, lambda comm: comm.dispatch(x, ids).tokens
+            CommShape(experts, 16, 2), 3, context.device, lambda comm: comm.dispatch(x, ids).tokens
         )
 
     call(4)()
@@ -174,7 +174,7 @@ def test_a_thread_that_makes_the_first_communicator(context: RankContext) -> Non
     ids = torch.zeros(3, 2, dtype=torch.int64, device=context.device)
 
     def make() -> torch.Tensor:
-        return communicators.run(Shape(4, 16, 2), 3, context.device, lambda comm: comm.dispatch(x, ids).tokens)
+        return communicators.run(CommShape(4, 16, 2), 3, context.device, lambda comm: comm.dispatch(x, ids).tokens)
 
     if context.rank == 0:
         with meanwhile(comm.engine._backend, "send_dispatch", make) as other:

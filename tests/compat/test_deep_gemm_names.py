@@ -11,7 +11,7 @@ import torch
 
 from tests.conftest import HOPPER
 from tokenloom.compat import deep_gemm
-from tokenloom.compat.deep_gemm.faults import NotServed
+from tokenloom.compat.deep_gemm.faults import MissingName
 from tokenloom.errors import InvalidArgument
 
 REQUIRED = inspect.Parameter.empty
@@ -96,7 +96,7 @@ def test_what_tests_import(name: str) -> None:
 def test_names_that_there_are_not(name: str, why: str) -> None:
     """SGLang asks with hasattr what it may call."""
     assert not hasattr(deep_gemm, name)
-    with pytest.raises(NotServed, match=f"has no {name}: .*{why}"):
+    with pytest.raises(MissingName, match=f"has no {name}: .*{why}"):
         getattr(deep_gemm, name)
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow_on(4)
 
 NAN = torch.tensor([math.nan])
 ZERO, ONE = torch.zeros(1), torch.ones(1)
-OPTIONS = train.Options(num_experts=8, sequences=8, steps=3, seed=0)
+OPTIONS = train.DemoOptions(num_experts=8, sequences=8, steps=3, seed=0)
 
 
 @pytest.mark.parametrize(

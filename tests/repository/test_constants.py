@@ -10,18 +10,18 @@ import pytest
 from microbench import constants
 from microbench.constants import measure, parse_variant
 from tests.support.on_ranks import on_ranks
-from tokenloom.bench.comm_work import Series
-from tokenloom.bench.workload import Operation, Shape
+from tokenloom.bench.comm_work import CallSeries
+from tokenloom.bench.workload import CallSizes, Operation
 from tokenloom.kernels.combine import launch
 from tokenloom.runtime.processes import RankContext
 
-SHAPE = Shape(num_tokens=20, hidden=128, top_k=2, num_experts=8)
+SHAPE = CallSizes(num_tokens=20, hidden=128, top_k=2, num_experts=8)
 OPERATIONS = (
     Operation("combine", "bf16", "token"),
     Operation("combine", "bf16", "slots"),
     Operation("dispatch", "bf16", "expert"),
 )
-SERIES = [Series(SHAPE, each, "nvlink", "graph", num_sms=2) for each in OPERATIONS]
+SERIES = [CallSeries(SHAPE, each, "nvlink", "graph", num_sms=2) for each in OPERATIONS]
 
 
 def test_what_varies() -> None:
@@ -45,7 +45,7 @@ def test_kernels_have_them() -> None:
 def test_samples_are_of_the_right_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Constants count when a call is made; every series of the first variant comes before those of the next."""
 
-    def sampler(context: Any, maker: Any, series: Series) -> Any:
+    def sampler(context: Any, maker: Any, series: CallSeries) -> Any:
         value = 1000.0 * launch.LONE_ROWS + SERIES.index(series)
         return lambda: {"call": value}
 

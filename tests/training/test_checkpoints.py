@@ -454,6 +454,17 @@ def test_the_norm_of_one_gradient(context: RankContext) -> None:
 
 
 @on_ranks
+def test_a_norm_beside_a_layer_that_one_rank_still_has(context: RankContext) -> None:
+    """Python lets go of dropped layers when it likes. What ranks count for the norm counts in no layer alone."""
+    kept, model = Model(context.group, CASE, seed=1), Model(context.group, CASE, seed=1)
+    if context.rank:
+        kept.moe.comm.close()
+    for _ in range(2):
+        model(torch.ones(3, HIDDEN, device=context.device)).sum().backward()
+        tl.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@on_ranks
 def test_frozen_experts(context: RankContext) -> None:
     """torch initialises optimiser states of what wants gradients; the rest has none."""
     model = Model(context.group, CASE, seed=1)

@@ -17,13 +17,20 @@ from rich.table import Table
 
 from tokenloom.backends import registry
 from tokenloom.bench import clock, comm_work, harness, legends
-from tokenloom.bench.comm_work import Series, Traffic, label, sums_per_rank
+from tokenloom.bench.comm_work import CallSeries, Traffic, label, sums_per_rank
 from tokenloom.bench.harness import Contestant, Measured, Sample, take_turns
 from tokenloom.bench.plot import load_matplotlib, write_bars_png
 from tokenloom.bench.rivals import deep_ep
 from tokenloom.bench.setup import TRANSPORTS, Run, machine
 from tokenloom.bench.tables import counted, make_table, say
-from tokenloom.bench.workload import LINK_GBYTES_PER_S, ROUTING_SEED, Inputs, Shape, expert_outputs, make_inputs
+from tokenloom.bench.workload import (
+    LINK_GBYTES_PER_S,
+    ROUTING_SEED,
+    CallSizes,
+    Inputs,
+    expert_outputs,
+    make_inputs,
+)
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.engine import Pending
 from tokenloom.comm.routed import Routed
@@ -44,7 +51,7 @@ EAGER_PAIRS = {"cpu": 2, "cuda": 50}
 class OurCall:
     """An operation of one of our backends, ready to be called again and again. Making one is collective."""
 
-    def __init__(self, comm: Communicator, series: Series, inputs: Inputs) -> None:
+    def __init__(self, comm: Communicator, series: CallSeries, inputs: Inputs) -> None:
         operation = series.operation
         self._comm = comm
         self._name = operation.name
@@ -100,23 +107,23 @@ class CallMaker:
         self._communicators: dict[tuple[str, int | None], Communicator] = {}
         self._deep_ep: deep_ep.DeepEp | None = None
 
-    def ours(self, series: Series) -> OurCall:
+    def ours(self, series: CallSeries) -> OurCall:
         """The operation of a series of one of our backends. Collective."""
         return OurCall(self._communicator(series), series, self._inputs)
 
-    def call(self, series: Series) -> Callable[[], Any]:
+    def call(self, series: CallSeries) -> Callable[[], Any]:
         """The operation of any series, as a call of one piece. Collective."""
         if series.backend == deep_ep.NAME:
             return self._rival().prepared_call(series.operation, self._inputs)
         return self.ours(series)
 
-    def check(self, series: Series) -> None:
+    def check(self, series: CallSeries) -> None:
         """Raise what calls of our own backends left behind: a graph cannot raise by itself."""
         comm = self._communicators.get((series.backend, series.num_sms))
         if comm is not None:
             comm.check()
 
-    def _communicator(self, series: Series) -> Communicator:
+    def _communicator(self, series: CallSeries) -> Communicator:
         key = (series.backend, series.num_sms)
         if key not in self._communicators:
             shape = self._inputs.shape
@@ -171,7 +178,7 @@ class Gemm:
         torch.mm(self._a, self._b, out=self._out)
 
 
-def make_sampler(context: RankContext, maker: CallMaker, series: Series) -> Callable[[], Sample]:
+def make_sampler(context: RankContext, maker: CallMaker, series: CallSeries) -> Callable[[], Sample]:
     """A function that takes one sample: "call", and its parts, see ``Row``. Making and calling it is collective."""
     if series.beside_us is not None:
         return _halves_sampler(context, maker, series)
@@ -200,7 +207,7 @@ def eager_sample(context: RankContext, call: OurCall) -> Sample:
     return {"call": pair_us, "host_dispatch": dispatch_us, "host_combine": combine_us}
 
 
-def _halves_sampler(context: RankContext, maker: CallMaker, series: Series) -> Callable[[], Sample]:
+def _halves_sampler(context: RankContext, maker: CallMaker, series: CallSeries) -> Callable[[], Sample]:
     assert series.beside_us is not None
     call, work = maker.ours(series), Gemm(context, series.beside_us)
 
@@ -220,7 +227,7 @@ def _halves_sampler(context: RankContext, maker: CallMaker, series: Series) -> C
     return lambda: {"call": around(), "work": alone(), "one_piece": one_piece()}
 
 
-def _clock(context: RankContext, maker: CallMaker, series: Series, call: Callable[[], Any]) -> Callable[[], float]:
+def _clock(context: RankContext, maker: CallMaker, series: CallSeries, call: Callable[[], Any]) -> Callable[[], float]:
     """Microseconds of one ``call`` by the timing of the series."""
     if series.timing != "graph":
         return lambda: clock.one_call(context, call)
@@ -258,10 +265,10 @@ def warm_up_iterations(iterations: int) -> int:
 
 
 @torch.no_grad()
-def measure_on_rank(context: RankContext, series: Sequence[Series], iterations: int) -> list[Measured]:
+def measure_on_rank(context: RankContext, series: Sequence[CallSeries], iterations: int) -> list[Measured]:
     """Samples of each series, all of one shape, on this rank. Collective."""
     inputs = make_inputs(context, series[0].shape)
-    measured: dict[Series, Measured] = {}
+    measured: dict[CallSeries, Measured] = {}
     with ExitStack() as stack:
         maker = CallMaker(context, inputs, stack)
         for operation, found in groupby(series, lambda each: each.operation):
@@ -281,7 +288,7 @@ class Row:
     """One line of a table.
 
     Attributes:
-        name: from :meth:`tokenloom.bench.comm_work.Series.name`.
+        name: from :meth:`tokenloom.bench.comm_work.CallSeries.name`.
         p50_us, p99_us: time of one call over samples, each of its slowest rank. Measured values, not interpolated.
             Eager rows: of one pair. Halves: of both halves and the GEMM between them.
         slowest_rank: the rank that was slowest most often.
@@ -352,7 +359,7 @@ def kind_of(row: Row) -> str:
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     """All rows, for people, in a table for each kind and shape that there is."""
-    found: dict[tuple[str, Shape], list[Row]] = {}
+    found: dict[tuple[str, CallSizes], list[Row]] = {}
     for row in rows:
         found.setdefault((kind_of(row), _shape(row)), []).append(row)
     return [_table(kind, shape, alike) for name in KINDS for (kind, shape), alike in found.items() if kind == name]
@@ -386,7 +393,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
 left out."""
 
 
-def _table(kind: str, shape: Shape, rows: Sequence[Row]) -> Table:
+def _table(kind: str, shape: CallSizes, rows: Sequence[Row]) -> Table:
     (what, *headers), cells = KINDS[kind]
     headers = [what, "SMs", "floor\nµs", *headers]
     lines = [(label(row.name), str(row.num_sms or MISSING), _us(row.floor_us), *cells(row)) for row in rows]
@@ -409,7 +416,7 @@ def _rate(gbytes_per_s: float | None) -> str:
 
 
 def measure(
-    pool: RankPool, series: Sequence[Series], iterations: int, starting: Callable[[str], None] = lambda what: None
+    pool: RankPool, series: Sequence[CallSeries], iterations: int, starting: Callable[[str], None] = lambda what: None
 ) -> Iterator[Row]:
     """Measure, row by row.
 
@@ -436,7 +443,7 @@ def measure(
             )
 
 
-def _setup_of(series: Series, pool: RankPool, iterations: int) -> dict[str, Any]:
+def _setup_of(series: CallSeries, pool: RankPool, iterations: int) -> dict[str, Any]:
     calls = {"graph": clock.GRAPH_CALLS, "eager": EAGER_PAIRS[pool.device]}
     return {
         "operation": series.operation.name,
@@ -459,7 +466,7 @@ def _setup_of(series: Series, pool: RankPool, iterations: int) -> dict[str, Any]
     }
 
 
-def run_comm(run: Run, series: Sequence[Series], notes: Sequence[str], iterations: int | None = None) -> None:
+def run_comm(run: Run, series: Sequence[CallSeries], notes: Sequence[str], iterations: int | None = None) -> None:
     """Measure what :func:`tokenloom.bench.comm_work.plan_series` planned, print tables, and write files."""
     if run.plot_file is not None:
         load_matplotlib()
@@ -497,11 +504,11 @@ def write_chart(file: Path, setup: dict[str, Any], rows: Sequence[Row]) -> None:
     write_bars_png(file, setup, "dispatch and combine", charts)
 
 
-def _shape(row: Row) -> Shape:
-    return Shape(**{each.name: row.setup[each.name] for each in fields(Shape)})
+def _shape(row: Row) -> CallSizes:
+    return CallSizes(**{each.name: row.setup[each.name] for each in fields(CallSizes)})
 
 
-def _title(shape: Shape) -> str:
+def _title(shape: CallSizes) -> str:
     sizes = f"{shape.num_tokens} tokens a rank, hidden {shape.hidden}"
     return f"{sizes}, top-{shape.top_k} of {shape.num_experts} experts"
 

@@ -13,7 +13,7 @@ from tokenloom.backends import registry
 from tokenloom.backends.nodes.hierarchical.exchange import WORD
 from tokenloom.bench.rivals import deep_ep
 from tokenloom.bench.setup import TRANSPORTS
-from tokenloom.bench.workload import LINK_GBYTES_PER_S, Operation, Payload, Shape
+from tokenloom.bench.workload import LINK_GBYTES_PER_S, CallSizes, Operation, Payload
 from tokenloom.comm.communicator import ScaleLayout, Sizes
 from tokenloom.comm.routed import Layout
 from tokenloom.errors import BackendUnavailable, InvalidArgument
@@ -31,20 +31,20 @@ class Case:
     """
 
     name: str
-    shape: Shape
+    shape: CallSizes
     device: str | None
     what: str
 
 
 CASES = (
-    Case("decode", Shape(128, 7168, 8, 256), "cuda", "DeepSeek-V3: one token of 128 requests"),
-    Case("prefill", Shape(4096, 7168, 8, 256), "cuda", "DeepSeek-V3: training, or prompts in inference"),
-    Case("small", Shape(64, 256, 2, 8), None, "latency: hardly any bytes"),
-    Case("medium", Shape(256, 512, 4, 16), "cpu", "some bytes"),
+    Case("decode", CallSizes(128, 7168, 8, 256), "cuda", "DeepSeek-V3: one token of 128 requests"),
+    Case("prefill", CallSizes(4096, 7168, 8, 256), "cuda", "DeepSeek-V3: training, or prompts in inference"),
+    Case("small", CallSizes(64, 256, 2, 8), None, "latency: hardly any bytes"),
+    Case("medium", CallSizes(256, 512, 4, 16), "cpu", "some bytes"),
 )
 
 
-def shapes_for(names: Sequence[str], device: str, tokens: Sequence[int] = (), **sizes: int | None) -> list[Shape]:
+def shapes_for(names: Sequence[str], device: str, tokens: Sequence[int] = (), **sizes: int | None) -> list[CallSizes]:
     """Shapes to measure.
 
     Args:
@@ -113,13 +113,13 @@ def label(name: str) -> str:
     return "/".join(parts[:2] + parts[2 + SIZES :])
 
 
-def named(series: Series, num_ranks: int) -> str:
+def named(series: CallSeries, num_ranks: int) -> str:
     """Text in which ``--only`` looks for parts: the name of a row, and its label."""
     return f"{(name := series.name(num_ranks))} {label(name)}"
 
 
 @dataclass(frozen=True)
-class Series:
+class CallSeries:
     """The samples of one row.
 
     Attributes:
@@ -132,7 +132,7 @@ class Series:
             piece.
     """
 
-    shape: Shape
+    shape: CallSizes
     operation: Operation
     backend: str
     timing: Timing
@@ -176,7 +176,7 @@ Who = tuple[str, Timing, int | None, int | None]
 def who_works(
     device: str,
     num_ranks: int,
-    shape: Shape,
+    shape: CallSizes,
     wanted: Sequence[str],
     num_sms: Sequence[int],
     timings: Sequence[Timing],
@@ -222,7 +222,7 @@ def who_works(
 
 
 def plan_series(
-    shapes: Sequence[Shape],
+    shapes: Sequence[CallSizes],
     num_ranks: int,
     device: str,
     wanted: Sequence[str] | None = None,
@@ -231,7 +231,7 @@ def plan_series(
     timings: Sequence[str] | None = None,
     beside_us: float | None = None,
     ranks_per_node: int | None = None,
-) -> tuple[list[Series], list[str]]:
+) -> tuple[list[CallSeries], list[str]]:
     """Every series to measure, by shape and operation, and a line about each row that is missing for a reason.
 
     Args:
@@ -252,13 +252,13 @@ def plan_series(
             where = f"for halves on {device}" if halves else f"on {device}"
             raise InvalidArgument(f"timing is {timing!r}, expected {' or '.join(possible)} {where}")
     chosen = [each for each in possible if timings is None or each in timings]
-    series: list[Series] = []
+    series: list[CallSeries] = []
     notes: dict[str, None] = {}
     for shape in shapes:
         names_wanted = usual() if wanted is None else wanted
         found, said = who_works(device, num_ranks, shape, names_wanted, num_sms, chosen, halves, ranks_per_node)
         notes |= dict.fromkeys(said)
-        planned = [Series(shape, each, *who, beside_us) for each in OPERATIONS for who in found]
+        planned = [CallSeries(shape, each, *who, beside_us) for each in OPERATIONS for who in found]
         series += [each for each in planned if each.possible]
     if not series:
         raise BackendUnavailable(f"there is nothing to measure, because {'; '.join(notes)}")

@@ -194,7 +194,7 @@ class StagedGraph:
 
 
 @dataclass(frozen=True)
-class Layer:
+class MegaLayer:
     """A layer on fixed inputs.
 
     Attributes:
@@ -240,7 +240,7 @@ def _measure(
         mega(x, ids, weights, out=out)
 
     clocks.warm_up(call)
-    ours = Layer(call, out, clock.capture(call))
+    ours = MegaLayer(call, out, clock.capture(call))
     staged = StagedGraph(clock, mega, call)
     layers = {OURS: ours} | {name: _of_other(clock, other, x, ids, weights) for name, other in others.items()}
     measured = {name: Measured(why_not=each.why_not) for name, each in layers.items()}
@@ -255,7 +255,9 @@ def _measure(
     return MegaFound(measured, times)
 
 
-def contestants(clock: Clock, layers: Mapping[str, Layer], measured: Mapping[str, Measured]) -> dict[str, Contestant]:
+def contestants(
+    clock: Clock, layers: Mapping[str, MegaLayer], measured: Mapping[str, Measured]
+) -> dict[str, Contestant]:
     """All layers by graph, as far as they have one, then all by events."""
     found: dict[str, Contestant] = {}
     for name, each in layers.items():
@@ -272,11 +274,11 @@ def _sample(what: str, take_us: Callable[[Any], float], given: Any) -> Sample:
     return {what: take_us(given)}
 
 
-def _of_other(clock: Clock, other: Other, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Layer:
+def _of_other(clock: Clock, other: Other, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> MegaLayer:
     out = torch.empty_like(x)
     call = other.prepared_call(x, ids, weights, out)
     clocks.warm_up(call)
-    return Layer(call, out, *try_capture(clock, call, out))
+    return MegaLayer(call, out, *try_capture(clock, call, out))
 
 
 def _traced_call(clock: Clock, mega: MegaMoE, call: Callable[[], Any]) -> MegaTimes:

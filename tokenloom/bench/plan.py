@@ -36,7 +36,7 @@ CARRIERS = {"gin": "gin", "padded": "collective"}
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlanProblem:
     """A layer to plan, for any number of nodes.
 
     Attributes:
@@ -131,7 +131,7 @@ class PlanRow:
 
 
 def make_rows(
-    problem: Problem,
+    problem: PlanProblem,
     cluster: Cluster,
     num_tokens: int,
     constants: Constants,
@@ -181,7 +181,7 @@ def make_rows(
     return rows
 
 
-def published(problem: Problem, cluster: Cluster, operation: str, num_tokens: int) -> list[Figure]:
+def published(problem: PlanProblem, cluster: Cluster, operation: str, num_tokens: int) -> list[Figure]:
     """Figures of other systems for a call, the fastest first."""
     return figures_for(cluster, operation, problem.dtype_of(operation), num_tokens, problem.hidden)
 
@@ -349,7 +349,7 @@ def _draw(axes: Any, rows: Sequence[PlanRow]) -> None:
 
 def run_plan(
     console: Console,
-    problem: Problem,
+    problem: PlanProblem,
     tokens: Sequence[int],
     constants: Constants,
     *,
@@ -422,7 +422,7 @@ def run_plan(
         console.print(f"chart written to {plot_file}", markup=False)
 
 
-def _nodes_of(problem: Problem, routing: Sequence[np.ndarray]) -> int:
+def _nodes_of(problem: PlanProblem, routing: Sequence[np.ndarray]) -> int:
     num_nodes, rest = divmod(len(routing), problem.ranks_per_node)
     if rest:
         raise InvalidArgument(
@@ -432,7 +432,7 @@ def _nodes_of(problem: Problem, routing: Sequence[np.ndarray]) -> int:
     return num_nodes
 
 
-def _setup_lines(problem: Problem, constants: Constants, chosen: Cluster | None) -> str:
+def _setup_lines(problem: PlanProblem, constants: Constants, chosen: Cluster | None) -> str:
     nodes = f"{in_words(problem.ranks_per_node, 'rank')} a node, each with its NIC"
     if problem.node_limit is not None:
         nodes += f"; a token chooses at most {in_words(problem.node_limit, 'node')}"
@@ -452,6 +452,6 @@ def _setup_lines(problem: Problem, constants: Constants, chosen: Cluster | None)
     return "\n".join([*lines, f"constants: {constants.where}", ""])
 
 
-def _title(problem: Problem) -> str:
+def _title(problem: PlanProblem) -> str:
     sizes = f"hidden {problem.hidden}, top-{problem.top_k} of {problem.num_experts}"
     return f"tokenloom plan: {sizes}, {problem.ranks_per_node} ranks a node"

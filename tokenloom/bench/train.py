@@ -26,8 +26,8 @@ from tokenloom.bench.train_work import (
     LIMITS,
     REASONS,
     TENSORS,
-    Problem,
     TrainOptions,
+    TrainProblem,
     TrainShape,
     Weights,
     choose,
@@ -167,7 +167,7 @@ def measure_on_rank(context: RankContext, shape: TrainShape, options: TrainOptio
         layer.reset_parameters(seed=WEIGHT_SEED)
         weights = Weights(layer.router_weight, (layer.experts.w1, layer.experts.w2))
         problem = make_problem(plan.max_tokens_per_rank, weights, shape.top_k, options.skew, context.rank)
-        ours = Layer(lambda: layer(problem.x)[0], problem.gradients)
+        ours = TrainLayer(lambda: layer(problem.x)[0], problem.gradients)
         rival = _of_torch(problem, shape.top_k, torch_experts, ranks)
         say("comparing with the rival and the reference")
         found = ours.results()
@@ -212,7 +212,7 @@ def _who_chose(layer: ExpertParallelMoE, options: TrainOptions, dtype: torch.dty
 
 
 @dataclass(frozen=True)
-class Layer:
+class TrainLayer:
     """A layer on fixed inputs.
 
     Attributes:
@@ -239,29 +239,29 @@ class Layer:
         return dict(zip(PASSES, (inference_us, forward_us, backward_us), strict=True))
 
 
-def _of_torch(problem: Problem, top_k: int, experts: Experts, ranks: RankGroup | None = None) -> Layer:
-    return Layer(lambda: torch_layer(problem.x, problem.weights, top_k, experts, ranks), problem.gradients)
+def _of_torch(problem: TrainProblem, top_k: int, experts: Experts, ranks: RankGroup | None = None) -> TrainLayer:
+    return TrainLayer(lambda: torch_layer(problem.x, problem.weights, top_k, experts, ranks), problem.gradients)
 
 
-def _local(problem: Problem, top_k: int) -> Layer:
+def _local(problem: TrainProblem, top_k: int) -> TrainLayer:
     """The baseline with as many tokens and experts as a rank has, where all routes stay on the rank."""
     local = len(problem.weights.w1)
     if top_k > local:
-        return Layer(why_not=f"a rank has {local} experts, fewer than the {top_k} that a token chooses")
+        return TrainLayer(why_not=f"a rank has {local} experts, fewer than the {top_k} that a token chooses")
     router_weight = problem.weights.router[:local].detach().clone().requires_grad_()
     weights = replace(problem.weights, router=router_weight)
     return _of_torch(make_problem(len(problem.x), weights, top_k), top_k, own_experts)
 
 
-def _one(context: RankContext, ranks: RankGroup, shape: TrainShape, options: TrainOptions) -> Layer:
+def _one(context: RankContext, ranks: RankGroup, shape: TrainShape, options: TrainOptions) -> TrainLayer:
     """The baseline with all tokens and all experts on rank 0, while the others are idle."""
     dtype = DTYPES[options.dtype]
     needed, free = bytes_on_one(shape, dtype), free_bytes(context.device)
     free = ranks.all_gather_object(free, "memory of one rank")[0]
     if needed > free:
-        return Layer(why_not=f"it takes about {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free")
+        return TrainLayer(why_not=f"it takes about {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free")
     if context.rank:
-        return Layer()
+        return TrainLayer()
 
     def draw(*sizes: int) -> torch.Tensor:
         weight, bound = torch.empty(sizes, device=context.device, dtype=dtype), sizes[-1] ** -0.5
@@ -290,7 +290,7 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") if pages in os.sysconf_names else 1 << 62
 
 
-class Report:
+class TrainReport:
     """Rows and tables of one run."""
 
     def __init__(self, shape: TrainShape, options: TrainOptions, by_rank: Sequence[TrainFound]) -> None:
@@ -481,7 +481,7 @@ def run_train(run: Run, shape: TrainShape, options: TrainOptions) -> bool:
     with run.ranks() as (pool, starting):
         most_s = harness.limit_s(options.iterations)
         by_rank = pool.run(measure_on_rank, shape, options, limit_s=most_s, on_event=starting)
-    report = Report(shape, options, by_rank)
+    report = TrainReport(shape, options, by_rank)
     notes, on_cpu = list(report.notes), run.device == "cpu"
     notes += [legends.TRAIN_CPU] if on_cpu and run.num_ranks > 1 else []
     about_speed = [legends.TRAIN_EQUALITY.format(backend=by_rank[0].backend)] if on_cpu else []
@@ -491,7 +491,7 @@ def run_train(run: Run, shape: TrainShape, options: TrainOptions) -> bool:
     return report.passed
 
 
-def _show(run: Run, report: Report, notes: Sequence[str], about_speed: Sequence[str]) -> None:
+def _show(run: Run, report: TrainReport, notes: Sequence[str], about_speed: Sequence[str]) -> None:
     def title(text: str) -> None:
         run.say("", f"-- {text}")
 

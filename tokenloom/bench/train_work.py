@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from tokenloom.backends.seam import Strategy
 from tokenloom.bench.differences import Difference, compare, total
-from tokenloom.bench.workload import Shape
+from tokenloom.bench.workload import CallSizes
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops.router import Router, router_logits
 from tokenloom.plan import Plan, align_up
@@ -63,7 +63,7 @@ class TrainShape:
                 f"--thiek has {self.num_tokens} tokens, those of all ranks, expected a multiple of the {num_ranks} "
                 f"ranks; pass {align_up(self.num_tokens, num_ranks)}"
             )
-        return Shape(self.num_tokens // num_ranks, self.hidden, self.top_k, self.num_experts).plan(num_ranks)
+        return CallSizes(self.num_tokens // num_ranks, self.hidden, self.top_k, self.num_experts).plan(num_ranks)
 
     def forward_flops(self, num_tokens: int) -> int:
         """Operations of the experts' GEMMs in a forward of ``num_tokens`` tokens. A backward has twice as many."""
@@ -118,7 +118,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Problem:
+class TrainProblem:
     """Inputs of a layer on one rank.
 
     Attributes:
@@ -136,7 +136,7 @@ class Problem:
         return tuple(local_part(grad) for grad in torch.autograd.grad(out, wanted, self.grad))
 
 
-def make_problem(num_tokens: int, weights: Weights, top_k: int, skew: float = 0.0, seed: int = 0) -> Problem:
+def make_problem(num_tokens: int, weights: Weights, top_k: int, skew: float = 0.0, seed: int = 0) -> TrainProblem:
     """Draw tokens and gradients for these weights.
 
     Args:
@@ -153,7 +153,7 @@ def make_problem(num_tokens: int, weights: Weights, top_k: int, skew: float = 0.
         wanted = torch.zeros(num_tokens, num_experts, dtype=torch.float32, device=device).scatter_(1, ids, STEER)
         # Each row of the pseudo-inverse raises one logit and leaves the others as they are.
         x += (wanted @ torch.linalg.pinv(weights.router.detach().float()).t()).to(dtype)
-    return Problem(x.requires_grad_(), weights, grad)
+    return TrainProblem(x.requires_grad_(), weights, grad)
 
 
 def require_steerable(num_experts: int, hidden: int) -> None:
@@ -171,7 +171,7 @@ def compare_all(got: Iterable[torch.Tensor], ref: Iterable[torch.Tensor]) -> dic
 
 @torch.no_grad()
 def compare_with_reference(
-    context: RankContext, problem: Problem, top_k: int, got: tuple[torch.Tensor, ...]
+    context: RankContext, problem: TrainProblem, top_k: int, got: tuple[torch.Tensor, ...]
 ) -> dict[str, Difference]:
     """Compare this rank's TENSORS, ``got``, with the reference. Collective."""
     weights, ids = choose(problem, top_k)
@@ -185,7 +185,7 @@ def compare_with_reference(
     return found | {name: total(each) for name, each in parts.items()}
 
 
-def choose(problem: Problem, top_k: int) -> Pair:
+def choose(problem: TrainProblem, top_k: int) -> Pair:
     """Weights (float32 [T, K]) and experts (int64 [T, K]) of the tokens.
 
     The router itself chooses: experts whose scores are almost alike must be chosen alike.
@@ -200,7 +200,7 @@ def _scores(x: torch.Tensor, router_weight: torch.Tensor) -> torch.Tensor:
 
 
 def _own_tokens(
-    context: RankContext, problem: Problem, weights: torch.Tensor, ids: torch.Tensor
+    context: RankContext, problem: TrainProblem, weights: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Outputs, gradients of x and of router_weight from this rank's tokens; all float32."""
     out, grad_weights = torch.zeros_like(problem.grad, dtype=torch.float32), torch.zeros_like(weights)
@@ -231,7 +231,7 @@ def _own_tokens(
 
 
 def _own_experts(
-    context: RankContext, problem: Problem, weights: torch.Tensor, ids: torch.Tensor
+    context: RankContext, problem: TrainProblem, weights: torch.Tensor, ids: torch.Tensor
 ) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """Gradients of this rank's experts from the tokens of all ranks.
 
@@ -256,7 +256,7 @@ def _own_experts(
         yield expert, sums
 
 
-def _expert_weights(problem: Problem) -> Pair:
+def _expert_weights(problem: TrainProblem) -> Pair:
     """w1 and w2, detached."""
     return problem.weights.w1.detach(), problem.weights.w2.detach()
 

@@ -14,13 +14,13 @@ from tokenloom.bench import legends
 from tokenloom.bench.harness import limit_s
 from tokenloom.bench.setup import TRANSPORTS, Run
 from tokenloom.bench.tables import make_table, say
-from tokenloom.bench.workload import DTYPES, Shape
+from tokenloom.bench.workload import DTYPES, CallSizes
 from tokenloom.runtime.processes import RankContext
 from tokenloom.tune.profiler import Profile, profile
 
 
 def run_tune(
-    run: Run, shape: Shape, *, intermediate: int, dtype: str, skew: float, backend: str, iterations: int
+    run: Run, shape: CallSizes, *, intermediate: int, dtype: str, skew: float, backend: str, iterations: int
 ) -> bool:
     """Measure, print a table, keep the choice, write the file that was asked for; return whether it was kept."""
     transport, device, sizes = TRANSPORTS[run.device], torch.device(run.device), shape.plan(run.num_ranks)

@@ -20,7 +20,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
-class Shape:
+class CallSizes:
     """Sizes of one call.
 
     Attributes:
@@ -92,7 +92,7 @@ class Inputs:
             but never more than there are tokens.
     """
 
-    shape: Shape
+    shape: CallSizes
     x: torch.Tensor
     fp8: tuple[torch.Tensor, torch.Tensor] | None
     ids: torch.Tensor
@@ -101,7 +101,7 @@ class Inputs:
     slot_rows: int
 
 
-def make_inputs(context: RankContext, shape: Shape) -> Inputs:
+def make_inputs(context: RankContext, shape: CallSizes) -> Inputs:
     """Draw the same tensors on every run, with other values and another routing on every rank. Collective."""
     generator = torch.Generator(device="cpu").manual_seed(context.rank)
     drawn: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}

@@ -35,7 +35,7 @@ MANY_SMS = 1 << 16
 """More than any GPU has."""
 
 
-class Shape(NamedTuple):
+class CommShape(NamedTuple):
     """What a communicator is made for: equal on all ranks.
 
     Attributes:
@@ -53,12 +53,12 @@ class Shape(NamedTuple):
     num_sms: int | None = None
 
 
-UNKNOWN = Shape(0, 0, None)
+UNKNOWN = CommShape(0, 0, None)
 """Of a call whose arguments say nothing. 0 stands for a size that is not known."""
 
 
 def wide_rows(dtype: torch.dtype) -> torch.dtype | None:
-    """Give float64, which not every backend moves, as :attr:`Shape.wide` has it."""
+    """Give float64, which not every backend moves, as :attr:`CommShape.wide` has it."""
     return dtype if dtype == torch.float64 else None
 
 
@@ -75,13 +75,18 @@ class Communicators:
 
     def __init__(self, group: dist.ProcessGroup, options: Callable[[], dict[str, Any]]) -> None:
         self.group, self._options = group, options
-        self._made: dict[Shape, Communicator] = {}
+        self._made: dict[CommShape, Communicator] = {}
         self._last: Communicator | None = None
         self._last_of: dict[tuple[int | None, int | None], Communicator] = {}  # by num_sms, and by hidden or None
         self._meeting: RankGroup | None = None
 
     def run(
-        self, shape: Shape, tokens: int, device: torch.device, call: Callable[[Communicator], T], top_k: int = 1
+        self,
+        shape: CommShape,
+        tokens: int,
+        device: torch.device,
+        call: Callable[[Communicator], T],
+        top_k: int = 1,
     ) -> T:
         """Make a call by a communicator that has room for the tokens of all ranks.
 
@@ -109,12 +114,12 @@ class Communicators:
                     raise
             self._make(shape, tokens, top_k, device)
 
-    def _use(self, shape: Shape, comm: Communicator) -> None:
+    def _use(self, shape: CommShape, comm: Communicator) -> None:
         """Note what the call is made with, before it can fail: all ranks tell later faults by the same one."""
         if comm is not self._last:
             self._last = self._last_of[shape.num_sms, shape.hidden] = self._last_of[shape.num_sms, None] = comm
 
-    def _make(self, shape: Shape, tokens: int, top_k: int, device: torch.device) -> None:
+    def _make(self, shape: CommShape, tokens: int, top_k: int, device: torch.device) -> None:
         from tokenloom.comm.communicator import Communicator  # as late as this, so that importing is quick
         from tokenloom.runtime.rendezvous import agree
 
@@ -191,7 +196,7 @@ class Communicators:
         name: str = "dispatch",
         awaited: bool = True,
         opens: Callable[[Communicator], str] | None = None,
-        shape: Shape | Callable[[], Shape] = UNKNOWN,
+        shape: CommShape | Callable[[], CommShape] = UNKNOWN,
     ) -> Telling:
         """Give a block in which a call is checked. The other ranks, which make it, hear of a fault.
 
@@ -221,7 +226,7 @@ class Communicators:
         self,
         comm: Communicator | None,
         upcoming: Upcoming,
-        shape: Shape | Callable[[], Shape],
+        shape: CommShape | Callable[[], CommShape],
         device: torch.device,
         opens: Callable[[Communicator], str] | None = None,
     ) -> Telling:
@@ -231,7 +236,7 @@ class Communicators:
         """
         from tokenloom.runtime.rendezvous import agreeing
 
-        if not isinstance(shape, Shape):
+        if not isinstance(shape, CommShape):
             shape = shape()
         of_width = self._last_of.get((shape.num_sms, shape.hidden)) or self._last_of.get((shape.num_sms, None))
         comm = comm or self._made.get(shape) or of_width or self._last

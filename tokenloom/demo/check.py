@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tokenloom import reference
 from tokenloom.bench.differences import Difference, compare, total
-from tokenloom.bench.network.bits import HIDDEN, Problem, check_bits, make_problem, sizes
+from tokenloom.bench.network.bits import HIDDEN, BitsProblem, check_bits, make_problem, sizes
 from tokenloom.bench.network.findings import Seen
 from tokenloom.comm.communicator import Communicator
 from tokenloom.runtime.processes import RankContext
@@ -102,7 +102,7 @@ def _exact(call: str, seen: Seen) -> Compared:
 
 
 @torch.no_grad()
-def _check_layer(comm: Communicator, problem: Problem, seed: int) -> Compared:
+def _check_layer(comm: Communicator, problem: BitsProblem, seed: int) -> Compared:
     """Check a float32 layer on the same tokens. Its router chooses by itself."""
     plan = comm.plan
     layer = ExpertParallelMoE(

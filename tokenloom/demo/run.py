@@ -101,7 +101,7 @@ def _train_and_compare(
     console: Console, pool: RankPool, steps: int, profiled_steps: int, ranks_per_node: int | None
 ) -> list[Compared]:
     num_ranks = pool.num_ranks
-    alone = train.Options(align_up(NUM_EXPERTS, num_ranks), align_up(MIN_SEQUENCES, num_ranks), steps, SEED)
+    alone = train.DemoOptions(align_up(NUM_EXPERTS, num_ranks), align_up(MIN_SEQUENCES, num_ranks), steps, SEED)
     console.print(
         "[bold]2. Training a model[/], that of examples/train_moe_lm.py, on sentences of a tiny grammar. It predicts "
         f"the next byte: {BLOCKS} blocks of attention and {alone.num_experts} experts, "
@@ -139,7 +139,7 @@ def _train_and_compare(
     return differences
 
 
-def _train(console: Console, pool: RankPool, num_ranks: int, options: train.Options) -> list[train.Trained]:
+def _train(console: Console, pool: RankPool, num_ranks: int, options: train.DemoOptions) -> list[train.Trained]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(f"training on {counted(num_ranks, 'rank')}", total=options.steps, state="")

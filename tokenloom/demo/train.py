@@ -20,7 +20,7 @@ from tokenloom.training.shards import local_part
 
 
 @dataclass(frozen=True)
-class Options:
+class DemoOptions:
     """Sizes and lengths of a training.
 
     Attributes:
@@ -68,7 +68,7 @@ class Trained:
     combine_share: float | None = None
 
 
-def train(context: RankContext, options: Options) -> Trained:
+def train(context: RankContext, options: DemoOptions) -> Trained:
     """Train on this rank's share of every batch. Collective."""
     trainer = make_trainer(context, options)
     losses, gradients, began = [], {}, time.perf_counter()
@@ -85,7 +85,7 @@ def train(context: RankContext, options: Options) -> Trained:
     return Trained(losses, gradients, options.tokens_per_step * max(1, options.steps - 1) / seconds, *shares)
 
 
-def make_trainer(context: RankContext, options: Options) -> Trainer:
+def make_trainer(context: RankContext, options: DemoOptions) -> Trainer:
     """The example's trainer on this rank. Collective."""
     return Trainer(
         options.tokens_per_step,

@@ -534,7 +534,8 @@ class RankGroup:
         self.require_answers(opening.sequences, sequence, phase)
         if opening.is_faulty:
             self._siblings.raise_parting(self.notes)  # which the others do too, and say so here
-        apart = opening.differs(openings.COMMUNICATOR)
+        # A call of no communicator may open in one here that another rank has dropped, and count there alone.
+        apart = opening.differs(openings.COMMUNICATOR) or (fields["communicator"] == openings.UNNAMED and not meets)
         try:
             if opening.raise_fault(fault):
                 return opening.words, frozenset()

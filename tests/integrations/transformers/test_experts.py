@@ -44,7 +44,7 @@ def spread(context: RankContext, experts: torch.nn.Module, options: dict[str, An
     """What transformers makes of the module, on a mesh of all ranks."""
     package = "tokenloom.integrations.transformers"
     kind = import_module(f"{package}.implementation").TokenloomExperts
-    own = type("TokenloomExperts", (kind,), {"options": import_module(f"{package}.options").Options(**options)})
+    own = type("TokenloomExperts", (kind,), {"options": import_module(f"{package}.options").ExpertsOptions(**options)})
     one = SimpleNamespace(ndim=1, size=lambda: 1, get_group=lambda: context.group)
     ranks = SimpleNamespace(ndim=1, size=lambda: context.num_ranks, get_group=lambda: context.group)
     experts._is_expert_parallel = True  # type: ignore[assignment]

@@ -254,7 +254,7 @@ COMMANDS = (
 
 INTEGRATIONS = (
     M("pools-without-sizes", "a model's experts take room for rows without a number of tokens",
-      "integrations.transformers.options:Options.__post_init__",
+      "integrations.transformers.options:ExpertsOptions.__post_init__",
       "self.pool_rows is not None and self.max_tokens_per_rank is None", "False",
       "tests/integrations/transformers/test_faults.py::test_options", needs="transformers"),
 )

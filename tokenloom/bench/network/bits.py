@@ -32,7 +32,7 @@ TOKENS_OF_ALL_RANKS = 512
 
 
 @dataclass(frozen=True)
-class Problem:
+class BitsProblem:
     """Tensors of all ranks, on the CPU.
 
     Attributes:
@@ -86,7 +86,7 @@ def sizes(num_ranks: int) -> Plan:
     return Plan(num_ranks, num_ranks * EXPERTS_PER_RANK, HIDDEN, TOP_K, tokens)
 
 
-def make_problem(topology: Topology, routing: str, payload: str, seed: int) -> Problem:
+def make_problem(topology: Topology, routing: str, payload: str, seed: int) -> BitsProblem:
     """Draw a problem, the same on every rank."""
     plan = sizes(len(topology.node_of))
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -111,7 +111,7 @@ def make_problem(topology: Topology, routing: str, payload: str, seed: int) -> P
         weights.append(torch.rand(drawn.shape, **real) + 0.1)
         scales.append(torch.rand(num_tokens, plan.scales_per_token, **real) + 0.5)
         xs.append(x.clamp(-400, 400).to(torch.float8_e4m3fn) if payload == "fp8" else x.bfloat16())
-    return Problem(routing, payload, plan, xs, scales if payload == "fp8" else None, ids, weights, seed)
+    return BitsProblem(routing, payload, plan, xs, scales if payload == "fp8" else None, ids, weights, seed)
 
 
 def modes_of(layout: str) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ def check_bits(
 
 
 def _check_layout(
-    comms: Sequence[Communicator], topology: Topology, problems: Sequence[Problem], layout: str
+    comms: Sequence[Communicator], topology: Topology, problems: Sequence[BitsProblem], layout: str
 ) -> Iterator[tuple[Key, Seen]]:
     """Problems of one routing, which differ in what travels. So the same rows come home in all of them."""
     first = problems[0]
@@ -174,7 +174,7 @@ def _check_layout(
                 yield (f"{comm.backend}: combine {mode}", what), _named(compare_sums(out, home[comm.rank]), where)
 
 
-def _dispatch(comm: Communicator, problem: Problem, layout: str) -> Routed:
+def _dispatch(comm: Communicator, problem: BitsProblem, layout: str) -> Routed:
     rank, device = comm.rank, comm.device
     x: Any = problem.xs[rank].to(device)
     if problem.scales is not None:

@@ -36,7 +36,7 @@ LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Options:
+class CheckOptions:
     """Choices of the user, the same on all ranks.
 
     Attributes:
@@ -54,7 +54,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """Results, the same on all ranks.
 
     Attributes:
@@ -69,15 +69,18 @@ class Report:
     points: Points | None
 
 
-def check_on_rank(context: RankContext, options: Options) -> Report:
+def check_on_rank(context: RankContext, options: CheckOptions) -> CheckReport:
     """Run :func:`check` on a rank of a pool; rank 0 reports the parts."""
     say = context.report if context.rank == 0 else lambda what: None
     return check(context.group, context.device, options, say)
 
 
 def check(
-    group: dist.ProcessGroup, device: torch.device, options: Options, say: Callable[[str], None] = lambda what: None
-) -> Report:
+    group: dist.ProcessGroup,
+    device: torch.device,
+    options: CheckOptions,
+    say: Callable[[str], None] = lambda what: None,
+) -> CheckReport:
     """Check the network on this rank. Collective.
 
     Args:
@@ -109,11 +112,11 @@ def check(
         found += check_links(wire, topology, options.large_bytes)
         say("all rails at once")
         of_rails, points = check_rails(wire, topology)
-        return Report(about, topology.describe(), ranks.transport, found + of_rails, points)
+        return CheckReport(about, topology.describe(), ranks.transport, found + of_rails, points)
 
 
 def _make_comms(
-    group: dist.ProcessGroup, device: torch.device, options: Options, topology: Topology
+    group: dist.ProcessGroup, device: torch.device, options: CheckOptions, topology: Topology
 ) -> tuple[list[Communicator], list[str]]:
     """A communicator for each path that rows can take here, and lines about them. Collective."""
     comms: list[Communicator] = []
@@ -164,7 +167,7 @@ def find_topology(ranks: RankGroup, ranks_per_node: int | None) -> tuple[Topolog
     return topology, lines
 
 
-def run_on_own_ranks(run: Run, options: Options, constants_file: Path | None = None) -> bool:
+def run_on_own_ranks(run: Run, options: CheckOptions, constants_file: Path | None = None) -> bool:
     """Check between processes of this machine, show what was found, and return whether everything passed."""
     reached = ["starting the ranks"]
     with run.ranks() as (pool, update):
@@ -183,7 +186,7 @@ def answer(context: RankContext) -> None:
     """Say that this rank has started."""
 
 
-def run_launched(run: Run, device: str | None, options: Options, constants_file: Path | None = None) -> bool:
+def run_launched(run: Run, device: str | None, options: CheckOptions, constants_file: Path | None = None) -> bool:
     """Check as one of the ranks that torchrun started; rank 0 shows what was found and writes the files.
 
     Args:
@@ -209,7 +212,7 @@ def _told(run: Run, reached: list[str]) -> Iterator[None]:
         raise
 
 
-def show(run: Run, found: Report, constants_file: Path | None = None) -> bool:
+def show(run: Run, found: CheckReport, constants_file: Path | None = None) -> bool:
     """Print tables and write files; whether everything passed."""
     setup = run.setup()
     about = [

@@ -377,7 +377,7 @@ def check_links(wire: Wire, topology: Topology, large_bytes: int | None) -> list
 
 
 @dataclass(frozen=True)
-class Exchange:
+class AllToAllTimes:
     """All-to-alls of one size on all ranks.
 
     Attributes:
@@ -399,8 +399,8 @@ class Exchange:
         return self.num_bytes / us / 1e3
 
 
-def run_exchange(wire: Wire, topology: Topology, kind: str, num_bytes: int, messages: int = 1) -> Exchange:
-    """Exchange on all ranks at once. Collective.
+def run_exchange(wire: Wire, topology: Topology, kind: str, num_bytes: int, messages: int = 1) -> AllToAllTimes:
+    """AllToAllTimes on all ranks at once. Collective.
 
     Args:
         num_bytes: that a rank sends in all, rounded down to its messages; at least a byte each.
@@ -425,7 +425,7 @@ def run_exchange(wire: Wire, topology: Topology, kind: str, num_bytes: int, mess
         times.append(wire.us_between(first, last) / calls)
     fault = next(filter(None, (wrong_bytes(came, peer, rank, messages) for came, peer in receives)), "")
     said = wire.ranks.all_gather_object((times[1:], fault), phase)
-    return Exchange(num_bytes, [each for each, _ in said], [each for _, each in said])
+    return AllToAllTimes(num_bytes, [each for each, _ in said], [each for _, each in said])
 
 
 def check_rails(wire: Wire, topology: Topology) -> tuple[list[Finding], Points | None]:
@@ -452,7 +452,7 @@ def check_rails(wire: Wire, topology: Topology) -> tuple[list[Finding], Points |
     return findings, points
 
 
-def judged(teams: Sequence[Sequence[int]], name: str, found: Sequence[Exchange]) -> Iterator[Finding]:
+def judged(teams: Sequence[Sequence[int]], name: str, found: Sequence[AllToAllTimes]) -> Iterator[Finding]:
     """A finding for each rail or node: the bits of all sizes, and the rate of the largest."""
     if not found:
         return

@@ -67,10 +67,10 @@ def build_kernels(
     It makes both forms of kernels that have one for plans of at most 2,048 tokens on all ranks, and one for others.
     """
     from tokenloom import env
-    from tokenloom.bench.workload import Shape
+    from tokenloom.bench.workload import CallSizes
     from tokenloom.cli import kernel_cache
 
-    specs = kernel_cache.variants(Shape(1, hidden, top_k, num_experts).plan(num_ranks))
+    specs = kernel_cache.variants(CallSizes(1, hidden, top_k, num_experts).plan(num_ranks))
     built = kernel_cache.build(console(), specs)
     print(f"{built.compiled} compiled in {built.wall_s:.1f} s, {built.found} were there, in {env.cache_folder()}")
     if built.not_kept:

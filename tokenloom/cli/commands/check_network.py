@@ -43,10 +43,10 @@ def check_network(
     json_file: JsonFile = None,
 ) -> None:
     """Check bits, order and speed of everything between ranks, on ranks of its own or under torchrun."""
-    from tokenloom.bench.network.check import Options, by_torchrun, run_launched, run_on_own_ranks
+    from tokenloom.bench.network.check import CheckOptions, by_torchrun, run_launched, run_on_own_ranks
     from tokenloom.bench.setup import Run
 
-    options = Options(ranks_per_node, timeout_s, rounds, seed, fits_constants=constants_file is not None)
+    options = CheckOptions(ranks_per_node, timeout_s, rounds, seed, fits_constants=constants_file is not None)
     if by_torchrun():
         if ranks is not None:
             said = f"is {ranks}, but torchrun has started the ranks; leave it out"

@@ -85,7 +85,7 @@ def plan(
     if budget is not None and nodes is None and routing_file is None:
         raise typer.BadParameter(f"is {budget:g}, but it is for one cluster; give --nodes too", param_hint="--budget")
 
-    from tokenloom.bench.plan import Problem, run_plan
+    from tokenloom.bench.plan import PlanProblem, run_plan
     from tokenloom.tune.network.constants import FITTED, read_constants, with_rates
     from tokenloom.tune.network.routing_file import read_routing
 
@@ -95,7 +95,7 @@ def plan(
     top_k = routing[0].shape[1] if routing else top_k or DEFAULT_TOP_K
     run_plan(
         console(),
-        Problem(hidden, num_experts, top_k, dtype, ranks_per_node, node_limit),
+        PlanProblem(hidden, num_experts, top_k, dtype, ranks_per_node, node_limit),
         numbers("--tokens", tokens) or DEFAULT_TOKENS,
         constants,
         num_nodes=nodes,

@@ -48,12 +48,12 @@ def tune(
     from tokenloom.backends import registry
     from tokenloom.bench.setup import Run
     from tokenloom.bench.tune import run_tune
-    from tokenloom.bench.workload import Shape
+    from tokenloom.bench.workload import CallSizes
 
     require_known("--backend", [backend], ["auto", *registry.names()])
     kept = run_tune(
         Run(console(), num_ranks, where, sys.argv[1:], json_file),
-        Shape(tokens, hidden, top_k, num_experts),
+        CallSizes(tokens, hidden, top_k, num_experts),
         intermediate=intermediate,
         dtype=dtype,
         skew=skew,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from tokenloom.comm.communicators_by_shape import UNKNOWN, Communicators, Shape
+from tokenloom.comm.communicators_by_shape import UNKNOWN, CommShape, Communicators
 from tokenloom.compat.deep_ep.checks import Payload
 from tokenloom.compat.deep_ep.events import EventHandle, EventOverlap
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, require
@@ -64,7 +64,11 @@ class BufferBase:
         return self._communicators
 
     def _by_row(
-        self, payload: Payload, device: torch.device, comm: Communicator | None = None, shape: Shape = UNKNOWN
+        self,
+        payload: Payload,
+        device: torch.device,
+        comm: Communicator | None = None,
+        shape: CommShape = UNKNOWN,
     ) -> Payload:
         """Make the scales of a payload contiguous. This may copy, so the current stream must be that of the call.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenloom.comm.communicators_by_shape import Shape, wide_rows
+from tokenloom.comm.communicators_by_shape import CommShape, wide_rows
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep.config import Config, topk_idx_t
 from tokenloom.compat.deep_ep.faults import BadCall, NotServed, require
@@ -41,7 +41,7 @@ def device_of(x: object) -> torch.device:
 
 def likely_shape(
     x: object, num_experts: object = None, ids: object = None, top_k: int | None = None, num_sms: int | None = None
-) -> Shape:
+) -> CommShape:
     """Guess what a call is made with, by arguments that are not checked yet.
 
     Args:
@@ -59,7 +59,7 @@ def likely_shape(
         hidden, wide = rows.shape[1], wide_rows(rows.dtype)
     if ids is not None:
         top_k = ids.shape[1] if is_dense(ids) and ids.ndim == 2 else 0
-    return Shape(num_experts if isinstance(num_experts, int) else 0, hidden, top_k, wide, num_sms)
+    return CommShape(num_experts if isinstance(num_experts, int) else 0, hidden, top_k, wide, num_sms)
 
 
 def _rows_in(x: object) -> object:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tokenloom.comm.communicators_by_shape import Shape, wide_rows
+from tokenloom.comm.communicators_by_shape import CommShape, wide_rows
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
@@ -146,7 +146,7 @@ class ElasticCalls(BufferBase):
             capacity = most_rows(self.num_ranks, most, top_k, local, do_expand, alignment)
             options |= {"sizes": "bounded", "capacity": capacity}
         own_weights = None if topk_weights is None else topk_weights.detach()
-        shape = Shape(num_experts, tokens.shape[1], top_k, wide_rows(tokens.dtype), most_sms())
+        shape = CommShape(num_experts, tokens.shape[1], top_k, wide_rows(tokens.dtype), most_sms())
 
         def first() -> tuple[Any, ...]:
             sent = self._by_row(payload, device, None, shape)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from tokenloom.comm.communicators_by_shape import Shape, wide_rows
+from tokenloom.comm.communicators_by_shape import CommShape, wide_rows
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
@@ -177,7 +177,7 @@ class HybridEPBuffer(BufferBase):
         options: dict[str, Any] = {"layout": "expert", "alignment": alignment, "copy": "if_needed"}
         if capacity is not None:
             options |= {"sizes": "bounded", "capacity": capacity}
-        shape = Shape(num_experts, hidden.shape[1], None if topk_idx is None else top_k, wide_rows(hidden.dtype))
+        shape = CommShape(num_experts, hidden.shape[1], None if topk_idx is None else top_k, wide_rows(hidden.dtype))
 
         def send(comm: Communicator) -> tuple[Communicator, Routed, torch.Tensor]:
             ids, weights = routes.by_token(comm.plan.top_k)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tokenloom import DispatchOut
-from tokenloom.comm.communicators_by_shape import Shape, wide_rows
+from tokenloom.comm.communicators_by_shape import CommShape, wide_rows
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
@@ -404,7 +404,7 @@ class _Form:
         use_ue8m0: bool,
     ) -> None:
         self._local, places, self.most = num_experts // num_ranks, num_ranks * most, most
-        self.shape = Shape(num_experts, hidden, top_k, wide_rows(dtype), most_sms())
+        self.shape = CommShape(num_experts, hidden, top_k, wide_rows(dtype), most_sms())
         self.options: dict[str, Any] = {"layout": "slots", "capacity": places}
         self._rows, self._dtype = (self._local, places, hidden), checks.FP8 if use_fp8 else dtype
         self._scales: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None

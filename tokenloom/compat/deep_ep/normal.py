@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
-from tokenloom.comm.communicators_by_shape import Shape, wide_rows
+from tokenloom.comm.communicators_by_shape import CommShape, wide_rows
 from tokenloom.comm.routed import Routed
 from tokenloom.compat.deep_ep import checks
 from tokenloom.compat.deep_ep.buffer_base import BufferBase
@@ -210,7 +210,10 @@ class NormalMode(BufferBase):
                     top_k = self.group_size
                     if top_k > MAX_TOP_K:
                         raise NotServed(f"a dispatch without topk_idx is served for at most {MAX_TOP_K} ranks")
-            sizes = Shape(num_experts, tokens.shape[1], top_k, wide_rows(tokens.dtype)), most or len(tokens)
+            sizes = (
+                CommShape(num_experts, tokens.shape[1], top_k, wide_rows(tokens.dtype)),
+                most or len(tokens),
+            )
         assert is_token_in_rank is not None
         assert num_tokens_per_expert is not None
         shape, num_tokens = sizes
@@ -258,7 +261,7 @@ class NormalMode(BufferBase):
 
     def _sizes_at_a_glance(
         self, x: Any, layout: tuple[Any, ...], ids: Any, weights: Any, alignment: object, device: torch.device
-    ) -> tuple[Shape, int] | None:
+    ) -> tuple[CommShape, int] | None:
         """Return the communicator's shape and the number of tokens if a dispatch by ids is right at a glance."""
         sizes, (per_rank, in_rank, per_expert) = checks.sizes_at_a_glance(x), layout
         if sizes is None or alignment.__class__ is not int or alignment < 1 or self._communicators is None:
@@ -278,7 +281,7 @@ class NormalMode(BufferBase):
             and top_k <= MAX_TOP_K
             and self._is_mask(in_rank, ids, num_experts)
         )
-        return (Shape(num_experts, hidden, top_k, wide_rows(dtype)), num_tokens) if is_right else None
+        return (CommShape(num_experts, hidden, top_k, wide_rows(dtype)), num_tokens) if is_right else None
 
     def _most(self, num_worst_tokens: int, num_tokens: int) -> int:
         """Return the most tokens of a rank, or 0 if the host reads counts.

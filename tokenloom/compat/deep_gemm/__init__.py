@@ -6,13 +6,13 @@ have what the tests of that layer import.
 
 The layer runs on Hopper GPUs of one host for NCCL groups, and slowly on CPUs for gloo groups. Activations are
 quantised per 128 values before the second GEMM, not per 64, so results differ by rounding. Other names of DeepGEMM
-raise ``NotServed``, an AttributeError, so ``hasattr`` is false for them.
+raise ``MissingName``, an AttributeError, so ``hasattr`` is false for them.
 """
 
 from typing import NoReturn
 
 from tokenloom.compat.deep_gemm import testing, utils
-from tokenloom.compat.deep_gemm.faults import NotServed
+from tokenloom.compat.deep_gemm.faults import MissingName
 from tokenloom.compat.deep_gemm.mega import (
     SM90SymmBuffer,
     SymmBuffer,
@@ -51,4 +51,4 @@ def __getattr__(name: str) -> NoReturn:
         why = "it has no 4-bit weights or tokens; give FP8 weights to fp8_mega_moe"
     elif name in ("mega_moe_pre_dispatch", "transform_weights_for_mega_moe", "bf16_mega_moe"):
         why = "that is for SM100; take fp8_mega_moe and the names that end in sm90"
-    raise NotServed(f"tokenloom.compat.deep_gemm has no {name}: {why}")
+    raise MissingName(f"tokenloom.compat.deep_gemm has no {name}: {why}")

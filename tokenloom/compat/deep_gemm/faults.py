@@ -3,5 +3,5 @@
 from tokenloom.errors import InvalidArgument
 
 
-class NotServed(InvalidArgument, AttributeError):
+class MissingName(InvalidArgument, AttributeError):
     """A name of DeepGEMM that tokenloom has not. ``hasattr`` takes it for a missing name."""

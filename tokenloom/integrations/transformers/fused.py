@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from tokenloom.errors import InvalidArgument, NotDifferentiable
 from tokenloom.inference.mega_moe import MegaMoE
 from tokenloom.integrations.transformers.forms import Form
-from tokenloom.integrations.transformers.options import Options
+from tokenloom.integrations.transformers.options import ExpertsOptions
 from tokenloom.kernels.gemm.launch import BLOCK
 from tokenloom.plan import Activation
 
@@ -48,7 +48,7 @@ class FusedLayers:
         options: of the implementation.
     """
 
-    def __init__(self, group: ProcessGroup, options: Options) -> None:
+    def __init__(self, group: ProcessGroup, options: ExpertsOptions) -> None:
         self._group, self._options = group, options
         self.made: dict[Sizes, MegaMoE] = {}
 

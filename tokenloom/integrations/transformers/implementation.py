@@ -11,11 +11,11 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from tokenloom.backends.seam import Strategy, Upcoming
 from tokenloom.comm.communicator import Communicator
-from tokenloom.comm.communicators_by_shape import Communicators, Shape
+from tokenloom.comm.communicators_by_shape import CommShape, Communicators
 from tokenloom.errors import InvalidArgument
 from tokenloom.integrations.transformers.forms import Form, NotOurs, form_of
 from tokenloom.integrations.transformers.fused import FusedExperts, FusedLayers, require_fused
-from tokenloom.integrations.transformers.options import Options
+from tokenloom.integrations.transformers.options import ExpertsOptions
 from tokenloom.integrations.transformers.shared_batch import Share
 from tokenloom.training.pieces import RunOptions, cut
 from tokenloom.training.routed_experts import routed_experts
@@ -35,7 +35,7 @@ class SharedByLayers:
     fused: FusedLayers
 
 
-def shared_of(ep_mesh: Any, options: Options) -> SharedByLayers:
+def shared_of(ep_mesh: Any, options: ExpertsOptions) -> SharedByLayers:
     """Find what the layers of a mesh share.
 
     It lives as long as the mesh, of which each model has its own. What lived until its last layer is collected would
@@ -60,7 +60,7 @@ class TokenloomExperts(EPImplementation):
         InvalidArgument: a mesh has several dimensions, or experts that should run in FP8 cannot.
     """
 
-    options: ClassVar[Options] = Options()
+    options: ClassVar[ExpertsOptions] = ExpertsOptions()
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         for name, mesh in (("ep_mesh", ep_mesh), ("tp_mesh", tp_mesh)):
@@ -112,7 +112,7 @@ class TokenloomExperts(EPImplementation):
         """Compute the experts of this rank's tokens, of which no rank has more than ``most``, where that is known."""
         if self.fused is not None:
             return self.fused.run(self.experts, x, ids, weights)
-        shape = Shape(self.num_experts, x.shape[1], ids.shape[1], wide=x.dtype if x.dtype.itemsize > 2 else None)
+        shape = CommShape(self.num_experts, x.shape[1], ids.shape[1], wide=x.dtype if x.dtype.itemsize > 2 else None)
         # Where nobody waits for the counts of others, nobody would hear of a rank that needs more room.
         known = self.options.max_tokens_per_rank or 1
         tokens = max(len(x), most or 1, known) if self.options.pool_rows is None else known

@@ -12,7 +12,7 @@ EXPERTS = ("auto", "model", "fp8")
 
 
 @dataclass(frozen=True)
-class Options:
+class ExpertsOptions:
     """Choices that time and memory depend on. ``register`` explains them."""
 
     experts: str = "auto"

@@ -8,7 +8,7 @@ from transformers.distributed.expert_parallel import EPImplementationInterface
 
 from tokenloom.backends.registry import MAX_SMS
 from tokenloom.integrations.transformers.implementation import TokenloomExperts
-from tokenloom.integrations.transformers.options import Options
+from tokenloom.integrations.transformers.options import ExpertsOptions
 
 
 def register(
@@ -54,7 +54,7 @@ def register(
     Raises:
         InvalidArgument: an option has a value that is never right.
     """
-    options = Options(
+    options = ExpertsOptions(
         experts=experts,
         max_tokens_per_rank=max_tokens_per_rank,
         pool_rows=pool_rows,

@@ -20,7 +20,7 @@ EFA = "400 Gb/s EFA"
 
 
 @dataclass(frozen=True)
-class Series:
+class PublishedSeries:
     """Figures of one system and operation.
 
     Attributes:
@@ -51,7 +51,7 @@ class Series:
 class Figure:
     """One published figure: that of a series for W ranks."""
 
-    series: Series
+    series: PublishedSeries
     num_ranks: int
 
     @property
@@ -94,7 +94,7 @@ def _of(
     combine: Mapping[int, float],
     dtype: str = "fp8",
     **others: Any,
-) -> Iterator[Series]:
+) -> Iterator[PublishedSeries]:
     """Figures of both operations, as far as they are published.
 
     Args:
@@ -106,7 +106,7 @@ def _of(
     options: dict[str, Any] = dict(zip(("unit", "row_per", "num_tokens"), usual, strict=True)) | others
     for operation, of_rows, by_ranks in (("dispatch", dtype, dispatch), ("combine", "bf16", combine)):
         if by_ranks:
-            yield Series(system, source, regime, operation, of_rows, by_ranks=by_ranks, **options)
+            yield PublishedSeries(system, source, regime, operation, of_rows, by_ranks=by_ranks, **options)
 
 
 LL, HT = "low_latency", "high_throughput"
@@ -119,7 +119,7 @@ UCCL = "uccl-project/uccl:ep/README.md"
 V2 = "deepseek-ai/DeepEP:README.md"
 HYBRID = "deepseek-ai/DeepEP@hybrid-ep:docs/README_Hybrid-EP.md"
 # fmt: off
-SERIES: tuple[Series, ...] = (
+SERIES: tuple[PublishedSeries, ...] = (
     *_of(LL, "DeepEP V1, H800", LEGACY, {16: 118, 32: 155, 64: 173, 128: 192, 256: 194},
          {16: 195, 32: 273, 64: 314, 128: 369, 256: 360}, **H800),
     *_of(LL, "fabric-lib", FABRIC, {16: 110.2, 32: 153.9, 64: 187.5}, {16: 185.5, 32: 266.3, 64: 309.1}),
