@@ -2,10 +2,11 @@
 
     python microbench/gemm.py [--json FILE]
 
-Rows lie behind offsets, or the same rows in slots, which have twice the places that they need. cuBLAS is
-torch._scaled_mm with the same block scales, as one dense GEMM of the same total size. Times are events around replays
-of a graph of ten calls, as medians over rounds in which all take turns. A turn begins with replays that do not count,
-until the GPU has the clock that this kernel's power allows.
+Both recipes; rows behind offsets, or the same rows in slots, which have twice the places that they need. cuBLAS is
+torch._scaled_mm: with block scales, and with row scales and fast accumulation. It takes one expert's rows at a time,
+as many as it takes to make the same sums. Times are steady: replays of a graph of ten calls are queued for WARM_S, and
+those of the next RUN_S count. Clock and power are medians of what nvidia-smi says meanwhile. All take turns, in both
+orders.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
+import subprocess
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +26,15 @@ import torch
 
 from tokenloom.ops.gemm import grouped_gemm_fp8, grouped_swiglu_fp8
 
-ROUNDS, SAMPLES, CALLS = 3, 5, 10
-"""SAMPLES: of each round. CALLS: in a graph."""
-WARM_S = 0.4
-"""Of replays that do not count, in each turn. Behind a kernel that draws less power, one at the power limit is up to
-16% faster for tens of milliseconds (microbench/notebook/gemm.md)."""
+CALLS = 10
+"""In a graph."""
+WARM_S, RUN_S = 0.6, 0.8
+"""Behind a kernel that draws less power, one at the power limit is up to 16% faster for tens of milliseconds
+(microbench/notebook/gemm.md)."""
 SHAPES = ((32, 65536, 4096, 7168), (32, 65536, 7168, 2048), (32, 512, 4096, 7168), (32, 512, 7168, 2048))
 """Experts, rows, N, K."""
+DENSE_ROWS = 16_384
+"""Of a GEMM of cuBLAS."""
 ROOM = 2
 """Places in slots for each row of the fullest expert."""
 
@@ -84,19 +89,65 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def us_of(graph: torch.cuda.CUDAGraph) -> float:
+@dataclass
+class Steady:
+    """A steady time, with what the GPU did meanwhile."""
+
+    us: float
+    mhz: float
+    watts: float
+
+
+def watch_gpu(until: threading.Event, seen: list[tuple[float, float]]) -> None:
+    """Note clock and power of the SMs."""
+    query = ["nvidia-smi", "--id=0", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    while not until.is_set():
+        mhz, watts = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split(",")
+        seen.append((float(mhz), float(watts)))
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, number: int) -> float:
+    """Microseconds of a call, over so many replays that are queued behind each other."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    graph.replay()
+    for _ in range(number):
+        graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / CALLS
+    return begin.elapsed_time(end) * 1e3 / number / CALLS
 
 
-def warm_up(graph: torch.cuda.CUDAGraph) -> None:
-    began = time.monotonic()
-    while time.monotonic() - began < WARM_S:
-        us_of(graph)
+def steady(graph: torch.cuda.CUDAGraph) -> Steady:
+    one_s = replay_us(graph, 1) * CALLS / 1e6
+    until, seen = threading.Event(), list[tuple[float, float]]()
+    for _ in range(int(WARM_S / one_s) + 1):
+        graph.replay()
+    watching = threading.Thread(target=watch_gpu, args=(until, seen))
+    watching.start()
+    us = replay_us(graph, int(RUN_S / one_s) + 1)
+    until.set()
+    watching.join()
+    return Steady(us, *(statistics.median(each) for each in zip(*seen, strict=True)))
+
+
+def cublas(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor) -> dict[str, Any]:
+    """One dense GEMM for each DENSE_ROWS rows, each with the weights of another expert."""
+    pieces = [slice(begin, begin + DENSE_ROWS) for begin in range(0, len(a), DENSE_ROWS)]
+    of_blocks = [a_scales[rows].t().contiguous().t() for rows in pieces]
+    of_rows = [torch.ones(len(a[rows]), 1, device="cuda") for rows in pieces]
+    of_channels = torch.ones(1, b.shape[1], device="cuda")
+
+    def by_blocks() -> None:
+        for expert, rows in enumerate(pieces):
+            scales = of_blocks[expert], b_scales[expert].t()
+            torch._scaled_mm(a[rows], b[expert].t(), *scales, out_dtype=torch.bfloat16)
+
+    def by_rows() -> None:
+        for expert, rows in enumerate(pieces):
+            scales, options = (of_rows[expert], of_channels), {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+            torch._scaled_mm(a[rows], b[expert].t(), *scales, **options)
+
+    return {"cuBLAS, dense": by_blocks, "cuBLAS, dense, row scales": by_rows}
 
 
 def deep_gemm(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor) -> dict[str, Any]:
@@ -126,28 +177,30 @@ def main() -> None:
         calls: dict[str, Callable[[], Any]] = {}
         for name, counts in (("even", [rows // experts] * experts), ("uneven", uneven(experts, rows))):
             calls |= our_calls(name, counts, a, a_scales, b, b_scales)
-        calls["cuBLAS, dense"] = partial(
-            torch._scaled_mm,
-            a,
-            b[0].t(),
-            a_scales.t().contiguous().t(),
-            b_scales[0].t(),
-            out_dtype=torch.bfloat16,
+        row_scales, channel_scales = torch.rand(rows, device="cuda"), torch.rand(experts, n, device="cuda")
+        offsets = torch.arange(experts + 1, dtype=torch.int32, device="cuda") * (rows // experts)
+        of_rows: dict[str, Any] = {"a_scales": row_scales, "expert_offsets": offsets, "recipe": "row"}
+        calls["grouped, even, row scales"] = partial(grouped_gemm_fp8, a, b=b, b_scales=channel_scales, **of_rows)
+        calls["grouped swiglu, even, row scales"] = partial(
+            grouped_swiglu_fp8, a, w1=b, w1_scales=channel_scales, **of_rows
         )
+        calls |= cublas(a, a_scales, b, b_scales)
         if rows // experts % 128 == 0:
             calls |= deep_gemm(a, a_scales, b, b_scales)
         graphs = {name: captured(call) for name, call in calls.items()}
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(ROUNDS):
-            for name, graph in graphs.items():
-                warm_up(graph)
-                times[name] += [us_of(graph) for _ in range(SAMPLES)]
-        medians = {name: statistics.median(samples) for name, samples in times.items()}
+        runs: dict[str, list[Steady]] = {name: [] for name in calls}
+        for turn in ([*graphs], [*graphs][::-1]):
+            for name in turn:
+                runs[name].append(steady(graphs[name]))
+        medians = {name: statistics.median(each.us for each in found) for name, found in runs.items()}
         for name, us in medians.items():
             of_offsets = medians[name.removesuffix(", slots")] / us if name.endswith(", slots") else None
             row = {
                 "name": f"gemm/{name}/e{experts}/r{rows}/n{n}/k{k}",
                 "p50_us": us,
+                "runs_us": [each.us for each in runs[name]],
+                "mhz": runs[name][-1].mhz,
+                "watts": runs[name][-1].watts,
                 "tflops": 2 * rows * n * k / us / 1e6,
                 "weights_gbytes_per_s": experts * n * k / us / 1e3 if "grouped" in name else None,
                 "speed_of_offsets": of_offsets,
@@ -155,9 +208,9 @@ def main() -> None:
             found.append(row)
             gbytes = f"{row['weights_gbytes_per_s']:8.0f} GB/s of weights" if "grouped" in name else ""
             speed = f", {of_offsets:.3f} of the speed behind offsets" if of_offsets else ""
-            print(f"{row['name']:60} {us:9.1f} us {row['tflops']:8.0f} TFLOP/s {gbytes}{speed}")
+            print(f"{row['name']:60} {us:9.1f} us {row['tflops']:8.0f} TFLOP/s {row['mhz']:6.0f} MHz {gbytes}{speed}")
     if arguments.json:
-        turns = {"rounds": ROUNDS, "samples": SAMPLES, "calls": CALLS, "warm_s": WARM_S}
+        turns = {"calls": CALLS, "warm_s": WARM_S, "run_s": RUN_S}
         setup = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **turns}
         arguments.json.write_text(json.dumps({"setup": setup, "rows": found}, indent=1) + "\n")
 

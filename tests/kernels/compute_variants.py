@@ -70,6 +70,19 @@ _VARIANTS: list[tuple[str, Variant]] = [
     # Roles that write when they work hold more registers.
     ("gemm, traced, awaits", GroupedGemmVariant(32, 4096, 7168, epilogue=EXACT, awaits=8, traced=True)),
     ("gemm, traced, scatters", GroupedGemmVariant(32, 7168, 2048, scatters=8, traced=True)),
+    # Row scales: a product of 256 columns in one set of registers.
+    ("gemm, large, row scales", GroupedGemmVariant(32, 4096, 7168, recipe="row")),
+    ("gemm, large, K 2048, row scales", GroupedGemmVariant(32, 7168, 2048, recipe="row")),
+    *(
+        (f"gemm, large, {each}, row scales", GroupedGemmVariant(32, 4096, 7168, epilogue=each, recipe="row"))
+        for each in (FAST, EXACT)
+    ),
+    ("gemm, smallest, row scales", GroupedGemmVariant(1, 128, 128, recipe="row")),
+    (
+        "gemm, row scales, awaits",
+        GroupedGemmVariant(32, 4096, 7168, epilogue=FAST, awaits=8, claims=True, recipe="row"),
+    ),
+    ("gemm, row scales, slots", GroupedGemmVariant(7, 512, 384, slots=True, recipe="row")),
     # One block of K: a loop that is optimised away leaves wgmma unordered. Scales of such a K are copied by threads.
     ("gemm, smallest", GroupedGemmVariant(1, 128, 128)),
     ("gemm, smallest, swiglu", GroupedGemmVariant(1, 256, 128, epilogue=CLAMPED)),

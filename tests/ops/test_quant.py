@@ -10,7 +10,7 @@ import torch
 from tests.conftest import NUM_GPUS
 from tests.support.cases import BF16, FP8, FP16, FP32, FP64
 from tokenloom import dequantize_fp8, quantize_fp8, quantize_fp8_blocks, reference
-from tokenloom.errors import DtypeMismatch, ShapeMismatch
+from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops import quant
 
 both = pytest.mark.parametrize("quantize", [quant.quantize_fp8, reference.quantize_fp8], ids=["quant", "reference"])
@@ -200,8 +200,27 @@ def test_results_are_contiguous(quantize: Quantize, dtype: torch.dtype) -> None:
         assert torch.equal(found.float(), wanted.float())
 
 
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_rows_have_one_scale(power_of_two: bool) -> None:
+    """A row is quantised as a block of 128 is. Channels of weights are rows."""
+    x = torch.randn(3, 2, 128, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [[[1.0]], [[300.0]], [[0.0]]]
+    )
+    options = {"power_of_two_scales": power_of_two}
+    by_row, by_block = quantize_fp8(x, recipe="row", **options), quantize_fp8(x, **options)
+    assert by_row[1].shape == (3, 2)
+    assert torch.equal(by_row[0].float(), by_block[0].float())
+    assert torch.equal(by_row[1], by_block[1][..., 0])
+    wide = torch.cat([x[0], 300 * x[0]], 1)
+    q, scales = quantize_fp8(wide, recipe="row", **options)
+    assert torch.equal(scales, quantize_fp8(wide[:, 128:], recipe="row", **options)[1])
+    torch.testing.assert_close(dequantize_fp8(q, scales), wide, rtol=2**-4, atol=2**-10 * scales.max().item())
+
+
 def test_bad_input() -> None:
     """Named errors with what was expected and what came."""
+    with pytest.raises(InvalidArgument, match=r"recipe is 'rows', expected one of block, row"):
+        quantize_fp8(torch.ones(2, 128), recipe="rows")
     with pytest.raises(ShapeMismatch, match=r"x is \[2, 100\], expected a last dimension that is a multiple of 128"):
         quantize_fp8(torch.ones(2, 100))
     with pytest.raises(DtypeMismatch, match=r"x is torch\.int32, expected bfloat16, float16, float32 or float64"):

@@ -108,5 +108,12 @@ MUTATIONS = (
     M("scales-of-another-half", "both halves of a tile's columns take the scales of the first",
       "device/roles/math.cuh:add_scaled", "half == 0 ? scales.low[0] : scales.low[1]",
       "half >= 0 ? scales.low[0] : scales.low[1]",
-      "tests/kernels/test_emulated_gemm.py::test_gemm[tails and empty experts]"),
+      "tests/kernels/test_emulated_gemm.py::test_gemm[block-tails and empty experts]"),
+    M("channels-without-scales", "sums of row scales leave out the scales of channels",
+      "device/roles/math.cuh:scale_sums", "high * scales.y", "high",
+      "tests/kernels/test_emulated_gemm.py::test_gemm[row-tails and empty experts]"),
+    M("channels-of-the-tile-before", "columns take the scales of the tile before",
+      "device/roles/math.cuh:multiply_row_scaled", "ring.scales.columns[at.tiles() %",
+      "ring.scales.columns[(at.tiles() + 1) %",
+      "tests/kernels/test_emulated_gemm.py::test_gemm[row-tails and empty experts]"),
 )
