@@ -144,8 +144,8 @@ def cublas(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: t
 
     def by_rows() -> None:
         for expert, rows in enumerate(pieces):
-            scales, options = (of_rows[expert], of_channels), {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-            torch._scaled_mm(a[rows], b[expert].t(), *scales, **options)
+            scales = of_rows[expert], of_channels
+            torch._scaled_mm(a[rows], b[expert].t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     return {"cuBLAS, dense": by_blocks, "cuBLAS, dense, row scales": by_rows}
 
