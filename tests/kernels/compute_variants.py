@@ -77,6 +77,8 @@ _VARIANTS: list[tuple[str, Variant]] = [
         (f"gemm, large, {each}, row scales", GroupedGemmVariant(32, 4096, 7168, epilogue=each, recipe="row"))
         for each in (FAST, EXACT)
     ),
+    ("gemm, biased, row scales", GroupedGemmVariant(32, 4096, 7168, epilogue=Bf16Epilogue(biased=True), recipe="row")),
+    ("gemm, gpt_oss, row scales", GroupedGemmVariant(32, 5888, 2944, epilogue=GPT_OSS, recipe="row")),
     ("gemm, smallest, row scales", GroupedGemmVariant(1, 128, 128, recipe="row")),
     (
         "gemm, row scales, awaits",

@@ -40,9 +40,10 @@ def test_gemm(name: str, recipe: str) -> None:
 
 
 @mostly_slow
-def test_tiles_that_are_claimed(name: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_tiles_that_are_claimed(name: str, recipe: str) -> None:
     """Each tile once, also in the next launch: the count is 0 again."""
-    check_gemm(name, claims=True, launches=3)
+    check_gemm(name, claims=True, launches=3, recipe=recipe)
 
 
 def test_windows() -> None:

@@ -63,22 +63,24 @@ def test_gemm(device: str, name: str, recipe: str) -> None:
         assert_close(out[begin:end], want, f"expert {e}", OFF[recipe])
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
     ("device", "name"),
     on_devices(["tails and empty experts", "N is no multiple of the tile", "long K"], ["tails and empty experts"]),
 )
-def test_bias(device: str, name: str, weighted: bool) -> None:
+def test_bias(device: str, name: str, weighted: bool, recipe: str) -> None:
     """Of each expert, times the row's weight, before the one rounding."""
     counts, n, k = CASES[name]
-    a, a_scales, b, b_scales, offsets = operands(counts, n, k, device)
+    a, a_scales, b, b_scales, offsets = operands(counts, n, k, device, recipe=recipe)
     size = float(a_scales.mean() * b_scales.mean() * k**0.5 * 200)  # as large as sums
     bias = torch.randn(len(counts), n, device=device) * size
     weights = torch.rand(sum(counts), device=device) if weighted else None
-    out = grouped_gemm_fp8(a, a_scales, b, b_scales, offsets, bias=bias, row_weights=weights)
+    out = grouped_gemm_fp8(a, a_scales, b, b_scales, offsets, bias=bias, row_weights=weights, recipe=recipe)
     for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
         term = bias[e].double() * (1.0 if weights is None else weights[begin:end, None].double())
-        assert_close(out[begin:end], expected(a[begin:end], a_scales[begin:end], b, b_scales, e) + term, f"expert {e}")
+        want = expected(a[begin:end], a_scales[begin:end], b, b_scales, e)
+        assert_close(out[begin:end], want + term, f"expert {e}", OFF[recipe])
 
 
 @pytest.mark.gpu
@@ -90,14 +92,15 @@ def test_the_same_bits_from_call_to_call() -> None:
         assert torch.equal(grouped_gemm_fp8(*tensors), first)
 
 
-def test_other_rows_are_neither_used_nor_written(device: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_other_rows_are_neither_used_nor_written(device: str, recipe: str) -> None:
     """Rows of no expert, before and after, are NaN here: a tile that takes them in must not let them out."""
     counts, first, after = [37, 140], 5, 90
-    a, a_scales, b, b_scales, offsets = operands(counts, 256, 256, device, first=first, after=after)
-    clean = grouped_gemm_fp8(a, a_scales, b, b_scales, offsets)[first : first + sum(counts)]
+    a, a_scales, b, b_scales, offsets = operands(counts, 256, 256, device, first=first, after=after, recipe=recipe)
+    clean = grouped_gemm_fp8(a, a_scales, b, b_scales, offsets, recipe=recipe)[first : first + sum(counts)]
     a_scales[:first] = torch.nan
     a_scales[first + sum(counts) :] = torch.nan
-    again = grouped_gemm_fp8(a, a_scales, b, b_scales, offsets)[first : first + sum(counts)]
+    again = grouped_gemm_fp8(a, a_scales, b, b_scales, offsets, recipe=recipe)[first : first + sum(counts)]
     assert torch.equal(again, clean)
 
 
@@ -270,6 +273,12 @@ def test_scales_of_the_other_recipe_are_named() -> None:
         ShapeMismatch, match=r"^w1_scales is \[2, 2, 2\], a scale for each of 128 values; recipe='block'"
     ):
         grouped_swiglu_fp8(a, by_row, b, b_scales, offsets, recipe="row")
+    with pytest.raises(ShapeMismatch, match=r"^a_scales is \[7, 1\], expected \[7\]"):
+        grouped_gemm_fp8(a, by_row[:, None], b, by_channel, offsets, recipe="row")
+    with pytest.raises(ShapeMismatch, match=r"^b is \[2, 0, 256\], expected \[E, N, K\]"):
+        grouped_gemm_fp8(a, by_row, b[:, :0], by_channel[:, :0], offsets, recipe="row")
+    with pytest.raises(InvalidArgument, match=r"^w1 is an int, expected a torch.Tensor"):
+        grouped_swiglu_fp8(a, by_row, 3, by_channel, offsets, recipe="row")  # type: ignore[arg-type]
     with pytest.raises(ShapeMismatch, match=r"^a_scales is \[6\], expected \[7\]"):
         grouped_gemm_fp8(a, by_row[:6].contiguous(), b, by_channel, offsets, recipe="row")
     with pytest.raises(InvalidArgument, match=r"^recipe is 'rows', expected one of block, row"):

@@ -221,6 +221,10 @@ def test_bad_input() -> None:
     """Named errors with what was expected and what came."""
     with pytest.raises(InvalidArgument, match=r"recipe is 'rows', expected one of block, row"):
         quantize_fp8(torch.ones(2, 128), recipe="rows")
+    with pytest.raises(ShapeMismatch, match=r"x is \[2, 0\], expected a last dimension"):
+        quantize_fp8(torch.ones(2, 0), recipe="row")
+    with pytest.raises(ShapeMismatch, match=r"scales is \[2\], expected \[3, 2\]: one for each row"):
+        dequantize_fp8(torch.ones(3, 2, 128).to(FP8), torch.ones(2))
     with pytest.raises(ShapeMismatch, match=r"x is \[2, 100\], expected a last dimension that is a multiple of 128"):
         quantize_fp8(torch.ones(2, 100))
     with pytest.raises(DtypeMismatch, match=r"x is torch\.int32, expected bfloat16, float16, float32 or float64"):

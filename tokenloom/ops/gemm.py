@@ -173,7 +173,7 @@ def grouped_swiglu_fp8(
         ShapeMismatch, DtypeMismatch, DeviceMismatch: an argument is not as above.
         BackendUnavailable: the tensors are neither on a Hopper GPU nor on a CPU.
     """
-    if w1.dim() == 3 and w1.shape[1] % (2 * BLOCK):
+    if isinstance(w1, torch.Tensor) and w1.dim() == 3 and w1.shape[1] % (2 * BLOCK):
         raise ShapeMismatch(f"w1 is {list(w1.shape)}, expected [E, 2I, K] with I a multiple of {BLOCK}")
     _check(a, a_scales, w1, w1_scales, expert_offsets, expert_counts, recipe, b_name="w1")
     if row_weights is not None:
@@ -312,7 +312,7 @@ def _check(
     require_recipe(recipe)
     for name, tensor in (("a", a), (b_name, b)):
         require_type(name, tensor, torch.Tensor, "a torch.Tensor")
-    if b.dim() != 3 or not len(b) or b.shape[1] % BLOCK or b.shape[2] % BLOCK:
+    if b.dim() != 3 or not b.numel() or b.shape[1] % BLOCK or b.shape[2] % BLOCK:
         raise ShapeMismatch(f"{b_name} is {list(b.shape)}, expected [E, N, K], N and K multiples of {BLOCK}")
     num_experts, n, k = b.shape
     if (expert_offsets is None) == (expert_counts is None):
@@ -336,7 +336,8 @@ def _check(
     if expert_counts is not None:
         check_tensor("expert_counts", expert_counts, int32, [num_experts], a.device)
     check_aligned("a", a)
-    check_aligned("a_scales", a_scales)
+    if recipe == "block":  # threads read those of rows
+        check_aligned("a_scales", a_scales)
     check_device(a.device)
 
 
@@ -344,10 +345,13 @@ def _check_granularity(name: str, scales: object, values: torch.Tensor, recipe: 
     """Raise for scales of the other recipe, by its name."""
     if not isinstance(scales, torch.Tensor) or scales.is_nested:
         return
-    other = "block" if recipe == "row" else "row"
-    if scales.dim() == values.dim() - (other == "row") and scales.shape[:1] == values.shape[:1]:
-        each = "each of 128 values" if other == "block" else "each row"
-        raise ShapeMismatch(f"{name} is {list(scales.shape)}, a scale for {each}; recipe={other!r} takes those")
+    *rows, k = values.shape
+    of_blocks = [*rows, k // BLOCK] if name == "a_scales" else [*rows[:-1], rows[-1] // BLOCK, k // BLOCK]
+    shape = list(scales.shape)
+    if recipe == "block" and shape == rows:
+        raise ShapeMismatch(f"{name} is {shape}, a scale for each row; recipe='row' takes those")
+    if recipe == "row" and shape == of_blocks:
+        raise ShapeMismatch(f"{name} is {shape}, a scale for each of 128 values; recipe='block' takes those")
 
 
 def check_device(device: torch.device) -> None:

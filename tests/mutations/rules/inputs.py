@@ -184,7 +184,7 @@ SIZES = (
       "list(tensor.shape) != shape or not tensor.is_contiguous()", "list(tensor.shape) != shape",
       f"{GEMM}bad_input_is_named", f"{SLOTS}bad_input_is_named"),
     M("gemms-of-any-width", "a GEMM takes weights of any number of rows", "ops.gemm:_check",
-      "b.dim() != 3 or not len(b) or b.shape[1] % BLOCK or b.shape[2] % BLOCK",
+      "b.dim() != 3 or not b.numel() or b.shape[1] % BLOCK or b.shape[2] % BLOCK",
       "b.dim() != 3 or not len(b) or b.shape[2] % BLOCK", f"{GEMM}bad_input_is_named"),
     M("counts-of-any-dtype", "counts of rows in slots may be of 64 bits, whose halves kernels read", "ops.gemm:_check",
       "check_tensor('expert_counts', expert_counts, int32, [num_experts], a.device)", "None",

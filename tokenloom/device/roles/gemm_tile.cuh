@@ -22,7 +22,7 @@ constexpr int kGroups = 2;      // math warpgroups of a block
 constexpr int kGroupRows = 64;  // rows of a tile that one warpgroup multiplies
 constexpr int kTileRows = kGroups * kGroupRows;
 constexpr int kBlock = 128;  // values of K that share a row's scale; columns that share a weight scale
-constexpr int kHalves = 2;   // halves of a tile's columns, multiplied one after the other
+constexpr int kHalves = 2;   // halves of a tile's columns; with block scales they are multiplied one after the other
 constexpr int kTileColumns = kHalves * kBlock;
 constexpr int kGroupThreads = 128, kGroupWarps = kGroupThreads / 32;
 constexpr int kScaleBlocks = 8;  // blocks of K whose scales are loaded together

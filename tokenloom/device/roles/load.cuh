@@ -27,6 +27,7 @@ __device__ __forceinline__ void load_weights(Ring& ring, const RingUse<Ring::kSt
                 bulk_load(ring.scales.b[buffer][half], weights.column_scales(tile, half) + k, column_scale_bytes, full);
         }
     } else {
+        static_assert(ring.scales.kBuffers > (Ring::kStages + kBlocks - 1) / kBlocks, "one tile more than stages hold");
         const int scale_bytes = k == 0 ? Weights::column_scale_bytes(tile) : 0;
         mbarrier_arrive_expect(full, groups * kGroupRows * RowOperand::kRowBytes + WeightOperand::kStageBytes +
                                          scale_bytes);
@@ -65,6 +66,7 @@ __device__ __forceinline__ void load_tile(Ring& ring, const Rows& rows, const We
                                           const At& at, int32 block, const Gate& gate = {}) {
     using Use = RingUse<Ring::kStages>;
     static_assert(Rows::kBlocks == Weights::kBlocks, "rows and weights have the same K");
+    static_assert(Rows::kScaledInBlocks == Weights::kScaledInBlocks, "rows and weights are of one recipe");
     const Tile tile = tiles.tile(block);
     const int groups = tile.groups();
     const int ahead = gate.is_open(tile) ? 0 : min(Ring::kStages, Weights::kBlocks - 1);

@@ -120,6 +120,7 @@ template <class Epilogue, class Weights, class Ring, class At, int kChunks>
 __device__ __forceinline__ void multiply_row_scaled(Ring& ring, const Weights& weights, const Tile& tile,
                                                     const MathThread& self, const MathPart& part, const At& at,
                                                     int blocks, float (&sums)[kChunks][64]) {
+    static_assert(Ring::kStages >= 2, "a stage is free when the next one is here");
     constexpr uint32 kStageA = RowOperand::kStageBytes >> 4;  // as descriptors count
     constexpr uint32 kStageB = WeightOperand::kStageBytes >> 4;
 #pragma unroll(Epilogue::kUnrolled)

@@ -48,7 +48,7 @@ struct WindowRows {
 template <int kK, class Maps = MatrixRows>
 struct BlockScaledRows {
     static constexpr int kBlocks = kK / kBlock;
-    static constexpr bool kScalesByTma = kWideScales<kBlocks>, kSecondWarp = !kScalesByTma;
+    static constexpr bool kScalesByTma = kWideScales<kBlocks>, kSecondWarp = !kScalesByTma, kScaledInBlocks = true;
     const Maps maps;             // of [rows, K] E4M3
     const TensorMap& scale_map;  // [rows, K / 128]
     const float* const& scales;  // the same, for the second warp
@@ -85,11 +85,11 @@ struct BlockScaledRows {
     }
 };
 
-// The scales of whole rows multiply sums, so the epilogue has them.
+// The scales of whole rows multiply whole sums; math warps read them.
 template <int kK, class Maps = MatrixRows>
 struct ScaledRows {
     static constexpr int kBlocks = kK / kBlock;
-    static constexpr bool kScalesByTma = false, kSecondWarp = false;
+    static constexpr bool kScalesByTma = false, kSecondWarp = false, kScaledInBlocks = false;
     const Maps maps;  // of [rows, K] E4M3
 
     __device__ __forceinline__ void prefetch() const { maps.prefetch(); }

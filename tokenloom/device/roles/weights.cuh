@@ -42,7 +42,7 @@ struct BlockScaledWeights {
     }
 };
 
-// The scales of channels multiply sums, so the epilogue has them.
+// The scales of channels multiply whole sums.
 template <int kN, int kK, class ColumnOrder, bool kReadOnce = false>
 struct ChannelScaledWeights {
     static_assert(kK % kBlock == 0 && kN % kBlock == 0, "whole blocks");

@@ -40,9 +40,9 @@ def quantize_fp8(
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise DtypeMismatch(f"x is {x.dtype}, expected bfloat16, float16, float32 or float64")
     hidden = x.shape[-1] if x.dim() else 1
-    if hidden % FP8_BLOCK:
+    if hidden % FP8_BLOCK or (require_recipe(recipe) == "row" and not hidden):
         raise ShapeMismatch(f"x is {list(x.shape)}, expected a last dimension that is a multiple of {FP8_BLOCK}")
-    if require_recipe(recipe) == "row":
+    if recipe == "row":
         q, scale = _quantize(_as_float32(x), (-1,), power_of_two_scales)
         return q, scale.squeeze(-1)
     blocks = _as_float32(x).unflatten(-1, (hidden // FP8_BLOCK, FP8_BLOCK))
@@ -91,8 +91,13 @@ def dequantize_fp8(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = t
 
     Returns:
         [..., H] of ``dtype``.
+
+    Raises:
+        ShapeMismatch: scales of rows are not as many as rows.
     """
     if scales.dim() < q.dim():
+        if scales.shape != q.shape[:-1]:
+            raise ShapeMismatch(f"scales is {list(scales.shape)}, expected {list(q.shape[:-1])}: one for each row")
         return (q.float() * scales.unsqueeze(-1)).to(dtype)
     blocks = q.float().unflatten(-1, (scales.shape[-1], FP8_BLOCK))
     return (blocks * scales.unsqueeze(-1)).flatten(-2).to(dtype)
