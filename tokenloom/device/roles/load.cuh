@@ -27,12 +27,13 @@ __device__ __forceinline__ void load_weights(Ring& ring, const RingUse<Ring::kSt
                 bulk_load(ring.scales.b[buffer][half], weights.column_scales(tile, half) + k, column_scale_bytes, full);
         }
     } else {
-        static_assert(ring.scales.kBuffers > (Ring::kStages + kBlocks - 1) / kBlocks, "one tile more than stages hold");
+        constexpr int kBuffers = decltype(ring.scales)::kBuffers;
+        static_assert(kBuffers > (Ring::kStages + kBlocks - 1) / kBlocks, "one tile more than stages hold");
         const int scale_bytes = k == 0 ? Weights::column_scale_bytes(tile) : 0;
         mbarrier_arrive_expect(full, groups * kGroupRows * RowOperand::kRowBytes + WeightOperand::kStageBytes +
                                          scale_bytes);
         if (scale_bytes > 0)
-            bulk_load(ring.scales.columns[at.tiles() % ring.scales.kBuffers], weights.column_scales(tile), scale_bytes,
+            bulk_load(ring.scales.columns[at.tiles() % kBuffers], weights.column_scales(tile), scale_bytes,
                       full);
     }
     for (int half = 0; half < kHalves; ++half) {
