@@ -30,8 +30,6 @@ FORKED = ["torch.distributed", "pytest", "hypothesis", "tokenloom.runtime.proces
 """What ranks have imported when they start."""
 FORKED_ON_CPUS = ["tests.conftest", "tests.support.cases", "torch.distributed.tensor"]
 """The same where there is no GPU, beside what tests with the marker ``imports`` name."""
-LIMIT_S = 120.0
-"""A test that takes longer on its ranks hangs: it is killed and reported with the stacks of all ranks."""
 
 os.environ.pop("COLUMNS", None)  # readline, which pytest imports, sets it for all of pytest's children
 gc.freeze()  # in all ranks too: torch alone has so many objects that each gc.collect() of a test takes 0.1 s
@@ -41,6 +39,8 @@ NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 GPU_RANKS = max(NUM_GPUS, int(os.environ.get("TOKENLOOM_TEST_RANKS", "0"))) if NUM_GPUS else 0
 """Most ranks of a group on GPUs. Where there are fewer GPUs they share them, which takes long and shows no races of
 links, but runs every kernel between its peers."""
+LIMIT_S = 120.0 if GPU_RANKS == NUM_GPUS else 360.0
+"""A test that takes longer on its ranks hangs: it is killed and reported with the stacks of all ranks."""
 WHY_NO_HOPPER = None if HOPPER else "no Hopper GPU on this machine" if NUM_GPUS else "no NVIDIA GPU on this machine"
 """Why tests of backend "nvlink" alone cannot run here; None if they can."""
 
