@@ -17,6 +17,7 @@ from tokenloom.plan import FUNCTIONS, Plan
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
 FAST, CLAMPED = SwigluFp8Epilogue(), SwigluFp8Epilogue(clamped=True)
+ROW_SCALED = SwigluFp8Epilogue(power_of_two_scales=True)
 EXACT = SwigluFp8Epilogue(clamped=True, power_of_two_scales=True, fast_math=False)
 GPT_OSS = SwigluFp8Epilogue(clamped=True, adjusted=True, biased=True)
 OTHER_FORMS = [
@@ -75,15 +76,20 @@ _VARIANTS: list[tuple[str, Variant]] = [
     ("gemm, large, K 2048, row scales", GroupedGemmVariant(32, 7168, 2048, recipe="row")),
     *(
         (f"gemm, large, {each}, row scales", GroupedGemmVariant(32, 4096, 7168, epilogue=each, recipe="row"))
-        for each in (FAST, EXACT)
+        for each in (ROW_SCALED, EXACT)
     ),
     ("gemm, biased, row scales", GroupedGemmVariant(32, 4096, 7168, epilogue=Bf16Epilogue(biased=True), recipe="row")),
-    ("gemm, gpt_oss, row scales", GroupedGemmVariant(32, 5888, 2944, epilogue=GPT_OSS, recipe="row")),
+    (
+        "gemm, gpt_oss, row scales",
+        GroupedGemmVariant(32, 5888, 2944, epilogue=replace(GPT_OSS, power_of_two_scales=True), recipe="row"),
+    ),
     ("gemm, smallest, row scales", GroupedGemmVariant(1, 128, 128, recipe="row")),
     (
         "gemm, row scales, awaits",
-        GroupedGemmVariant(32, 4096, 7168, epilogue=FAST, awaits=8, claims=True, recipe="row"),
+        GroupedGemmVariant(32, 4096, 7168, epilogue=ROW_SCALED, awaits=8, claims=True, recipe="row"),
     ),
+    ("gemm, row scales, scatters", GroupedGemmVariant(32, 7168, 2048, scatters=8, claims=True, recipe="row")),
+    ("gemm, row scales, smallest swiglu", GroupedGemmVariant(1, 256, 128, epilogue=ROW_SCALED, recipe="row")),
     ("gemm, row scales, slots", GroupedGemmVariant(7, 512, 384, slots=True, recipe="row")),
     # One block of K: a loop that is optimised away leaves wgmma unordered. Scales of such a K are copied by threads.
     ("gemm, smallest", GroupedGemmVariant(1, 128, 128)),

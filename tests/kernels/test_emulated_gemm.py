@@ -12,9 +12,10 @@ from tests.ops.grouped_operands import assert_close, expected, operands
 from tests.support import emulator
 from tests.support.emulator.gemm import one_gpu
 from tokenloom.kernels.gemm import launch
-from tokenloom.kernels.gemm.launch import GroupedGemmVariant
+from tokenloom.kernels.gemm.launch import GroupedGemmVariant, SwigluFp8Epilogue
 from tokenloom.ops import gemm
-from tokenloom.plan import RECIPES
+from tokenloom.ops.quant import dequantize_fp8
+from tokenloom.plan import RECIPES, align_up
 
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
@@ -44,6 +45,40 @@ def test_gemm(name: str, recipe: str) -> None:
 def test_tiles_that_are_claimed(name: str, recipe: str) -> None:
     """Each tile once, also in the next launch: the count is 0 again."""
     check_gemm(name, claims=True, launches=3, recipe=recipe)
+
+
+@mostly_slow
+@pytest.mark.parametrize("claims", [False, True])
+def test_activations_with_a_scale_per_row(name: str, claims: bool) -> None:
+    """Each row ends with the largest scale that its tiles had, whichever cluster multiplied them."""
+    counts, n, k = CASES[name]
+    n = 2 * align_up(n, 512)  # two pairs of tiles, which two clusters may take
+    a, a_scales, w1, w1_scales, offsets = operands(counts, n, k, "cpu", recipe="row")
+    a_scales /= a_scales.mean() * k**0.5 * w1_scales.mean() * 448 * 200
+    rows, places = sum(counts), launch.tile_places(sum(counts), len(counts))
+    epilogue = SwigluFp8Epilogue(power_of_two_scales=True)
+    kernel: Any = EmulatedKernel(
+        GroupedGemmVariant(*w1.shape, epilogue=epilogue, claims=claims, recipe="row").spec(), 0
+    )
+    claimed, stored = torch.zeros(1, dtype=torch.int32), torch.zeros(places, dtype=torch.int32)
+    tile_scales, row_scales = torch.full((rows, n // 256), torch.nan), torch.full((rows,), torch.nan)
+    out = torch.empty(rows, n // 2, dtype=torch.float8_e4m3fn)
+    kernel.args.claimed, kernel.args.stored = claimed.data_ptr(), stored.data_ptr()
+    kernel.args.out_scales, kernel.args.out_row_scales = tile_scales.data_ptr(), row_scales.data_ptr()
+    with one_gpu():
+        gemm._launch(kernel, a, a_scales, w1, w1_scales, offsets, None, out)
+    assert claimed == 0
+    if rows:
+        assert torch.equal(row_scales, tile_scales.amax(1))
+        assert (tile_scales < row_scales[:, None]).any(), "nothing was rescaled"
+    for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+        gates, ups = gemm.separate_gate_and_up(expected(a[begin:end], a_scales[begin:end], w1, w1_scales, e).T[None])[
+            0
+        ].T.chunk(2, 1)
+        want = torch.nn.functional.silu(gates) * ups
+        got = dequantize_fp8(out[begin:end], row_scales[begin:end]).double()
+        limit = 2**-4 * want.abs() + (2**-9 * row_scales[begin:end, None]).double()
+        assert ((got - want).abs() <= 1.01 * limit).all(), f"expert {e}"
 
 
 def test_windows() -> None:

@@ -33,10 +33,11 @@ from tokenloom.kernels.gemm.launch import (
     SwigluFp8Epilogue,
     operand_map,
     scale_map,
+    tile_places,
     wide_scales,
 )
 from tokenloom.ops.activation import apply_activation
-from tokenloom.ops.quant import dequantize_fp8, quantize_fp8, require_recipe
+from tokenloom.ops.quant import dequantize_fp8, quantize_fp8, require_recipe, share_row_scales
 from tokenloom.plan import SWIGLU, Activation
 
 ALIGNMENT_BYTES = 16
@@ -144,6 +145,9 @@ def grouped_swiglu_fp8(
     Rows, sums and devices are those of ``grouped_gemm_fp8``. Sums stay in float32 until the result is quantised as in
     ``quantize_fp8``.
 
+    Recipe "row": each 128 values are quantised with a power of two as their scale. Then a row's largest scale becomes
+    that of all its values, and their codes are rescaled. A value that falls below 2^-6 of its scale is so rounded twice.
+
     Args:
         a: float8_e4m3fn [R, K] or [E, S, K], contiguous.
         a_scales: float32 [R, K / 128] or [E, S, K / 128], contiguous. Recipe "row": [R] or [E, S].
@@ -157,15 +161,15 @@ def grouped_swiglu_fp8(
         bias: float32 [E, 2I], contiguous, in the order of w1's rows, or None.
         clamp: largest gate, and largest absolute up, before the activation: its ``limit`` by another name. None sets
             none beside that.
-        power_of_two_scales: as in ``quantize_fp8``.
+        power_of_two_scales: as in ``quantize_fp8``. Recipe "row" always has them.
         fast_math: use the hardware's exponential and division, accurate to a few units in the last place of float32.
             On a CPU it changes nothing.
-        recipe: which values of a and w1 share a scale, "block" or "row", see ``quantize_fp8``. The result always has
-            one for 128 values.
+        recipe: which values share a scale, "block" or "row", see ``quantize_fp8``.
 
     Returns:
-        Values float8_e4m3fn [R, I] or [E, S, I], and scales float32 [R, I / 128] or [E, S, I / 128], as
-        ``grouped_gemm_fp8`` takes them. Rows outside the offsets and places beyond the counts are unspecified.
+        Values float8_e4m3fn [R, I] or [E, S, I], and scales float32 [R, I / 128] or [E, S, I / 128], with recipe "row"
+        [R] or [E, S], as ``grouped_gemm_fp8`` takes them. Rows outside the offsets and places beyond the counts are
+        unspecified.
 
     Raises:
         InvalidArgument: clamp is not above 0, or given beside another limit; the activation has no gates; both of
@@ -182,29 +186,38 @@ def grouped_swiglu_fp8(
     _check_bias(bias, w1, a)
     width = w1.shape[1] // 2
     out = a.new_empty(*a.shape[:-1], width)
-    out_scales = a.new_empty(*a.shape[:-1], width // BLOCK, dtype=torch.float32)
+    by_row, rows = recipe == "row", a.shape[:-1]
+    power_of_two_scales |= by_row
+    out_scales = a.new_empty(*rows, width // BLOCK, dtype=torch.float32)
+    row_scales = a.new_empty(rows, dtype=torch.float32) if by_row else None
     if a.is_cpu:
         w1 = separate_gate_and_up(w1)
-        if recipe == "row":
+        if by_row:
             w1_scales = separate_gate_and_up(w1_scales[..., None])[..., 0]
         plain_bias = None if bias is None else separate_gate_and_up(bias[..., None])[..., 0]
         with _as_kernels_compute():
-            for e, rows, sums in _sums_on_cpu(a, a_scales, w1, w1_scales, expert_offsets, expert_counts):
+            for e, own, sums in _sums_on_cpu(a, a_scales, w1, w1_scales, expert_offsets, expert_counts):
                 activations = apply_activation(sums if plain_bias is None else sums + plain_bias[e], form)
                 if row_weights is not None:
-                    activations = activations * row_weights.flatten()[rows, None]
+                    activations = activations * row_weights.flatten()[own, None]
                 q, scales = quantize_fp8(activations, power_of_two_scales=power_of_two_scales)
-                out.flatten(0, -2)[rows], out_scales.flatten(0, -2)[rows] = q, scales
-        return out, out_scales
+                if row_scales is None:
+                    out.flatten(0, -2)[own], out_scales.flatten(0, -2)[own] = q, scales
+                else:
+                    out.flatten(0, -2)[own], row_scales.flatten()[own] = share_row_scales(q, scales)
+        return out, out_scales if row_scales is None else row_scales
     epilogue = swiglu_epilogue(form, power_of_two_scales, fast_math, biased=bias is not None)
     variant = GroupedGemmVariant(*w1.shape, epilogue=epilogue, slots=expert_counts is not None, recipe=recipe)
     kernel = Kernel(spec_of(variant), a.device.index)
     kernel.args.out_scales = out_scales.data_ptr()
+    if row_scales is not None:  # its storing warps count tiles
+        stored = torch.zeros(tile_places(rows.numel(), len(w1)), dtype=torch.int32, device=a.device)
+        kernel.args.stored, kernel.args.out_row_scales = stored.data_ptr(), row_scales.data_ptr()
     kernel.args.row_weights = 0 if row_weights is None else row_weights.data_ptr()
     kernel.args.bias = 0 if bias is None else bias.data_ptr()
     tell_activation(kernel.args, form)
     _launch(kernel, a, a_scales, w1, w1_scales, expert_offsets, expert_counts, out)
-    return out, out_scales
+    return out, out_scales if row_scales is None else row_scales
 
 
 def interleave_gate_and_up(w1: torch.Tensor) -> torch.Tensor:

@@ -19,12 +19,21 @@ struct AlwaysOpen {
     __device__ __forceinline__ void wait(const Tile&) const {}
 };
 
+// Rows that get one scale each are shared out in so many at a time. A share is reported once it is rescaled (rescale.cuh).
+constexpr int kRescaledRows = 2;
+
+__device__ __forceinline__ int32 rescaled_shares(const Tile& tile) {
+    return (tile.rows + kRescaledRows - 1) / kRescaledRows;
+}
+
+template <bool kRescaled>
 struct OpenWhenStored {
     uint32* const& stored;  // [places] of tiles
     const uint32& wanted;   // storing warps that report each tile of rows
 
     __device__ __forceinline__ bool is_open(const Tile& tile) const {
-        return load_acquire_gpu(stored + place_among_tiles(tile)) >= wanted;
+        const uint32 shares = kRescaled ? rescaled_shares(tile) : 0;
+        return load_acquire_gpu(stored + place_among_tiles(tile)) >= wanted + shares;
     }
     // No deadline: the kernel that stores them runs already, and its own waits have one. Once for each tile: what lies
     // beside its rows, in the same cache lines, may still arrive, so nothing found for one tile holds for another.

@@ -29,6 +29,29 @@ __device__ __forceinline__ uint32 pack_e4m3(float a, float b, float c, float d) 
     return static_cast<uint32>(pack_e4m3(c, d)) << 16 | pack_e4m3(a, b);
 }
 
+// Four codes times a factor that is given twice, as two halves of a word in float16: each product is rounded once.
+__device__ __forceinline__ uint32 scale_e4m3(uint32 codes, uint32 factors) {
+    uint32 scaled = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        uint32 values;
+        uint16 pair = static_cast<uint16>(codes >> 16 * i);
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(values) : "h"(pair));
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(values) : "r"(values), "r"(factors));
+        asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(pair) : "r"(values));
+        scaled |= static_cast<uint32>(pair) << 16 * i;
+    }
+    return scaled;
+}
+
+// 16 codes times 2^-halvings, with at least one halving. Float16 has 2^-24 and more; what is less leaves zeros of E4M3.
+__device__ __forceinline__ Vec16 halve_e4m3(Vec16 codes, uint32 halvings) {
+    const uint32 factor = halvings < 15 ? (15 - halvings) << 10 : halvings < 25 ? 1u << (24 - halvings) : 0;
+#pragma unroll
+    for (uint32& word : codes.word) word = scale_e4m3(word, factor << 16 | factor);
+    return codes;
+}
+
 struct Fp8Scale {
     float scale;   // of the block: value = code * scale
     float factor;  // code = round(value * factor)

@@ -15,6 +15,7 @@
 #include "device/roles/expert_tiles.cuh"
 #include "device/roles/load.cuh"
 #include "device/roles/math.cuh"
+#include "device/roles/rescale.cuh"
 #include "device/roles/store.cuh"
 #include "device/roles/swiglu_fp8_epilogue.cuh"
 
@@ -26,7 +27,7 @@ struct GroupedGemmArgs {
     const float* b_scales;       // [E, N / 128, K / 128]; row scales: [E, N], in the order of b's rows
     const int32* offsets;        // [E + 1] first row of each expert; device memory; unused with slots
     void* out;                   // [rows, N] bfloat16; SwiGLU: [rows, N / 2] E4M3; unused if scattered
-    float* out_scales;           // SwiGLU: [rows, N / 256]
+    float* out_scales;           // SwiGLU: [rows, N / 256]; row scales: those of tiles, before rows have one each
     const float* row_weights;    // SwiGLU, biased: [rows], or null for ones
     float clamp;                 // SwiGLU, clamped: the most of a gate, and the largest magnitude of an up
     int32 capacity;              // slots: S, the places of each expert; expert e has rows e * S and on
@@ -48,11 +49,17 @@ struct GroupedGemmArgs {
     const uint64* peers;         // [ranks] every rank's buffer,
     uint64 results;              // offset in it of rows of bfloat16
     uint32* claimed;             // claims: [1] count of claimed tiles, 0 before and after
+    float* out_row_scales;       // SwiGLU with row scales: [rows]; `stored` counts there too
+    uint64 padding[7];           // to a multiple of the alignment of tensor maps
 };
 
 // One of two GEMMs in turn.
 template <class Shape>
 constexpr bool kInTurn = Shape::awaits != 0 || Shape::scatters != 0;
+
+// Rows of the output get one scale each, behind the epilogue.
+template <class Shape>
+constexpr bool kRescales = Shape::row_scales != 0 && Shape::swiglu != 0;
 
 // The choices of a variant. Each is made once, here: what becomes of sums, where rows come from, where they go, and
 // which rows are which expert's.
@@ -60,6 +67,7 @@ template <class Shape>
 __device__ __forceinline__ auto epilogue_of(const GroupedGemmArgs& args) {
     constexpr bool kClamped = Shape::clamped != 0, kPowerOfTwo = Shape::power_of_two != 0;
     constexpr bool kFastMath = Shape::fast_math != 0, kBiased = Shape::biased != 0;
+    static_assert(!kRescales<Shape> || kPowerOfTwo, "codes are rescaled by powers of two");
     if constexpr (Shape::swiglu != 0 && Shape::plain != 0)
         return SwigluFp8Epilogue<Shape::n, kClamped, kPowerOfTwo, kFastMath>{args.out_scales, args.row_weights,
                                                                              args.clamp};
@@ -101,17 +109,18 @@ __device__ __forceinline__ auto destination_of(const GroupedGemmArgs& args, cons
 }
 
 // Of two GEMMs in turn the first takes rows as they arrive, and reports what it has stored. The second waits for that.
+// Who rescales rows waits for such reports too.
 template <class Shape>
 __device__ __forceinline__ auto gate_of(const GroupedGemmArgs& args, uint32 epoch) {
     if constexpr (Shape::awaits != 0)
         return OpenWhenArrived<Shape::num_ranks>{args.arrived, args.expected, args.deadline, epoch};
-    else if constexpr (Shape::scatters != 0) return OpenWhenStored{args.stored, args.stored_by};
+    else if constexpr (Shape::scatters != 0) return OpenWhenStored<Shape::row_scales != 0>{args.stored, args.stored_by};
     else return AlwaysOpen{};
 }
 
 template <class Shape>
 __device__ __forceinline__ auto report_of(const GroupedGemmArgs& args) {
-    if constexpr (Shape::awaits != 0) return ReportTiles{args.stored};
+    if constexpr (Shape::awaits != 0 || kRescales<Shape>) return ReportTiles{args.stored};
     else return NoReport{};
 }
 
@@ -158,7 +167,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     auto& shared = *reinterpret_cast<Shared*>(memory);
     const auto destination = destination_of<Shape, Epilogue::kRowBytes>(args, shared);
 
-    // Warpgroups 0 and 1 multiply. Of the last one, warp 0 loads, warp 1 loads beside it, warps 2 and 3 store.
+    // Warpgroups 0 and 1 multiply. Of the last one, warp 0 loads, warp 1 loads beside it or rescales, warps 2 and 3 store.
     constexpr int kThreads = kGroupThreads * (kGroups + 1);
     constexpr int kMathRegisters = 216, kOtherRegisters = 72;
     static_assert(kGroups * kMathRegisters + kOtherRegisters <= 504, "what the launch gives three warpgroups");
@@ -200,6 +209,9 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
             if (warp == 1)
                 rows.load_beside(shared.ring, weights, tiles_of<Shape>(shared), block, lane,
                                  gate_of<Shape>(args, epoch));
+        if constexpr (kRescales<Shape>)
+            if (warp == 1)
+                RowRescaler<Shape::n>{args.out, args.out_scales, args.out_row_scales, args.stored}.run(shared.bounds, lane);
         if (warp >= kGroupWarps - kStoreWarps)
             store_tiles<Epilogue>(shared.staging, destination, tiles_of<Shape>(shared), trace, block,
                                   threadIdx.x % (32 * kStoreWarps), report_of<Shape>(args));

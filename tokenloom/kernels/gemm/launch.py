@@ -120,7 +120,8 @@ class GroupedGemmArgs(ctypes.Structure):
         ("unused", ctypes.c_uint32),
         *uint64_fields("arrived", "expected"),
         ("deadline", Deadline),
-        *uint64_fields("row_homes", "peers", "results", "claimed"),
+        *uint64_fields("row_homes", "peers", "results", "claimed", "out_row_scales"),
+        ("padding", ctypes.c_uint64 * 7),
     ]
 
 

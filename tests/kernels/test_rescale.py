@@ -1,0 +1,86 @@
+"""The warps that give each row of activations one scale, by themselves: every code, every distance of scales."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.one_gpu import DEVICE, make_kernel, needs_one_gpu, run
+from tokenloom.jit.compiler import KernelSpec
+from tokenloom.kernels.common import uint64_fields
+from tokenloom.kernels.gemm.launch import TILE_ROWS, tile_places, warps_that_store
+from tokenloom.ops.quant import share_row_scales
+from tokenloom.reference import _e4m3_values, _nearest_e4m3
+
+pytestmark = needs_one_gpu
+EMULATED = True
+FP8 = torch.float8_e4m3fn
+MOST_HALVINGS = 40
+SHARE_ROWS = 2
+"""kRescaledRows of device/roles/gate.cuh."""
+
+
+class RescaleArgs(ctypes.Structure):
+    """Mirror of RescaleArgs in rescale.cuh."""
+
+    _fields_ = uint64_fields("out", "tile_scales", "row_scales", "stored", "offsets")
+
+
+def rescaled(codes: torch.Tensor, scales: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What three warps make of the codes of rows and of their tiles' scales."""
+    rows, width = codes.shape
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    stored = torch.full((tile_places(rows, len(counts)),), warps_that_store(2 * width), dtype=torch.int32)
+    before, row_scales = stored.clone(), torch.full((rows,), torch.nan)
+    tensors = [each.to(DEVICE).clone() for each in (codes.view(torch.uint8), scales, row_scales, stored, offsets)]
+    path = str(Path(__file__).with_name("rescale.cuh"))
+    shape = (("num_experts", len(counts)), ("n", 2 * width))
+    kernel = make_kernel(KernelSpec("rescale", path, shape, RescaleArgs, 32))
+    for (name, _), tensor in zip(RescaleArgs._fields_, tensors, strict=True):
+        setattr(kernel.args, name, tensor.data_ptr())
+    run(kernel, 3)
+    out, _, row_scales, stored, _ = (each.cpu() for each in tensors)
+    shares = 0
+    for expert, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+        for row in range(begin, end, TILE_ROWS):
+            place, of_tile = row // TILE_ROWS + expert, -(-min(end - row, TILE_ROWS) // SHARE_ROWS)
+            assert stored[place] - before[place] == of_tile, "GEMM2 waits for each share once"
+            shares += of_tile
+    assert (stored - before).sum() == shares
+    return out.view(FP8), row_scales
+
+
+def nearest(codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """The codes that are nearest to the products, from a table of values; a NaN stays one."""
+    products = codes.view(FP8).double() * factors.double()
+    found = _nearest_e4m3(products.nan_to_num(), _e4m3_values()).view(torch.uint8)
+    return torch.where(products.isnan(), codes.view(torch.uint8), found)
+
+
+def test_every_code_and_distance() -> None:
+    """Rows of two tiles, of which the second has the row's scale, in turn with rows whose first one has it."""
+    scales = torch.tensor([[2.0**-halvings, 1.0] for halvings in range(MOST_HALVINGS)])
+    scales = torch.cat([scales, scales.flip(1)]) * 2.0**-5
+    all_codes = torch.arange(256, dtype=torch.uint8).expand(len(scales), 256)
+    out, row_scales = rescaled(all_codes.view(FP8), scales, [len(scales)])
+    assert (row_scales == 2.0**-5).all()
+    want = nearest(all_codes, (scales / 2.0**-5).repeat_interleave(128, 1))
+    lost = all_codes & 0x7F == 0x7F
+    assert (out.view(torch.uint8)[lost] & 0x7F == 0x7F).all()
+    assert torch.equal(out.view(torch.uint8)[~lost], want[~lost])
+
+
+@pytest.mark.parametrize(("counts", "width"), [([3, 0, 130, 1, 257], 384), ([5], 2048), ([2, 3], 5120)])
+def test_rows_of_experts(counts: list[int], width: int) -> None:
+    """Each row has its own largest scale, whatever shares and tiles it lies in, and whichever of its tiles has it."""
+    generator = torch.Generator().manual_seed(width)
+    rows = sum(counts)
+    codes = torch.randint(0, 256, (rows, width), generator=generator).to(torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0
+    scales = 2.0 ** torch.randint(-22, 4, (rows, width // 128), generator=generator)
+    got, want = rescaled(codes.view(FP8), scales, counts), share_row_scales(codes.view(FP8), scales)
+    assert torch.equal(got[1], want[1])
+    assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
