@@ -20,8 +20,14 @@ FP8_BLOCK = 128
 """Values along H that share one FP8 scale."""
 RECIPES = ("block", "row")
 """Which values share an FP8 scale: 128 of a row, and 128 x 128 of a weight; or a whole row, and a weight's channel."""
+
 FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """Functions of :class:`Activation`."""
+
+
+def scales_of_row(hidden: int, recipe: str) -> int:
+    """Count the FP8 scales of a row of ``hidden`` values, a multiple of 128."""
+    return 1 if recipe == "row" else hidden // FP8_BLOCK
 
 
 @dataclass(frozen=True)

@@ -471,6 +471,7 @@ def fused_layer(
     w2_bias: torch.Tensor | None = None,
     num_shared_experts: int = 0,
     activation: Activation | str = SWIGLU,
+    recipe: str = "block",
     power_of_two_scales: bool = False,
 ) -> torch.Tensor:
     """Compute what ``MegaMoE`` returns for some tokens, given the weights of all experts.
@@ -481,25 +482,27 @@ def fused_layer(
     up in float32, in an order that the hardware chooses, so their results are near these.
 
     Args:
-        x: floating point [T, H], or (float8_e4m3fn [T, H], float32 [T, H / 128]).
+        x: floating point [T, H], or (float8_e4m3fn [T, H], float32 [T, H / 128]). Recipe "row": scales [T].
         topk_ids: int32 or int64 [T, K], -1 for an unused place.
         topk_weights: float32 [T, K].
         w1: float8_e4m3fn [E + S, 2I, H], gate rows first, then up rows; shared experts last.
-        w1_scales: float32 [E + S, 2I / 128, H / 128].
+        w1_scales: float32 [E + S, 2I / 128, H / 128]. Recipe "row": [E + S, 2I].
         w2: float8_e4m3fn [E + S, H, I].
-        w2_scales: float32 [E + S, H / 128, I / 128].
+        w2_scales: float32 [E + S, H / 128, I / 128]. Recipe "row": [E + S, H].
         w1_bias: float32 [E + S, 2I] in the order of w1's rows, or None.
         w2_bias: float32 [E + S, H], or None.
         num_shared_experts: S; every token goes to them with weight 1, behind its K places.
         activation: one with gates, or the name of one.
+        recipe: which values share a scale, as in ``MegaMoE``.
         power_of_two_scales: round the scales of x and of activations up to powers of two.
 
     Returns:
         bfloat16 [T, H].
     """
     activation, shared = Activation.of(activation), list(range(len(w1) - num_shared_experts, len(w1)))
-    q, scales = x if isinstance(x, tuple) else quantize_fp8(x, power_of_two_scales=power_of_two_scales)
-    tokens = _dequantized(q.cpu(), scales.cpu())
+    by_row = recipe == "row"
+    given = x if isinstance(x, tuple) else quantize_fp8(x, power_of_two_scales=power_of_two_scales, recipe=recipe)
+    tokens = _dequantized(*(each.cpu() for each in given))
     ids = [[*experts, *shared] for experts in topk_ids.tolist()]
     weights = [[*places, *(1.0 for _ in shared)] for places in topk_weights.tolist()]
     results: dict[tuple[int, int], torch.Tensor] = {}  # of each (token, k)
@@ -508,12 +511,15 @@ def fused_layer(
         if not routes:
             continue
         factors = torch.tensor([[weights[t][k]] for t, k in routes], dtype=torch.float64, device="cpu")
-        first = _dequantized(w1[e].cpu(), w1_scales[e].cpu().repeat_interleave(FP8_BLOCK, 0))
-        second = _dequantized(w2[e].cpu(), w2_scales[e].cpu().repeat_interleave(FP8_BLOCK, 0))
+        first, second = (
+            _dequantized(w[e].cpu(), of_w[e].cpu() if by_row else of_w[e].cpu().repeat_interleave(FP8_BLOCK, 0))
+            for w, of_w in ((w1, w1_scales), (w2, w2_scales))
+        )
         hidden = tokens[[t for t, _ in routes]] @ first.T
         hidden = hidden if w1_bias is None else hidden + w1_bias[e].cpu()
         activations = (_activated(hidden, activation, False) * factors).float()
-        y = _dequantized(*quantize_fp8(activations, power_of_two_scales=power_of_two_scales)) @ second.T
+        quantised = quantize_fp8(activations, power_of_two_scales=power_of_two_scales or by_row)
+        y = _dequantized(*(_with_row_scales(*quantised) if by_row else quantised)) @ second.T
         y = y if w2_bias is None else y + factors * w2_bias[e].cpu()
         results |= dict(zip(routes, y.to(torch.bfloat16), strict=True))
     out = torch.zeros(tokens.shape, dtype=torch.bfloat16, device="cpu")
@@ -525,8 +531,17 @@ def fused_layer(
 
 
 def _dequantized(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Multiply FP8 [N, K] by the scales of every 128 columns of each row, [N, K / 128], in float64."""
-    return values.double() * scales.double().repeat_interleave(FP8_BLOCK, 1)
+    """Multiply FP8 [N, K] in float64 by scales: of every 128 columns of each row, [N, K / 128], or of rows, [N]."""
+    of_columns = scales.double()[:, None] if scales.dim() == 1 else scales.double().repeat_interleave(FP8_BLOCK, 1)
+    return values.double() * of_columns
+
+
+def _with_row_scales(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rescale FP8 [N, K] with scales [N, K / 128], powers of two, to the largest scale of each row, [N]."""
+    largest = scales.amax(1)
+    products = _dequantized(values, scales / largest[:, None])
+    codes = _nearest_e4m3(products.nan_to_num(), _e4m3_values())
+    return torch.where(products.isnan(), 0x7F, codes).view(torch.float8_e4m3fn), largest
 
 
 def _activated(hidden: torch.Tensor, activation: Activation, interleaved: bool) -> torch.Tensor:
@@ -551,7 +566,9 @@ def _function_of(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     return torch.where(x > 0, x if activation.function == "relu" else x * x, torch.zeros_like(x))
 
 
-def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8(
+    x: torch.Tensor, *, power_of_two_scales: bool = False, recipe: str = "block"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise as :func:`tokenloom.quantize_fp8` does, rounding to E4M3 by search in the table of its values.
 
     The computation and the results are on the CPU, wherever x is, because a CPU always divides as IEEE says. On GPUs
@@ -560,12 +577,14 @@ def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple
     Args:
         x: floating point [..., H], H a multiple of 128.
         power_of_two_scales: round each scale up to a power of two and divide x by it.
+        recipe: "block", or "row" for one scale of all H values.
 
     Returns:
-        q: float8_e4m3fn [..., H]; scales: float32 [..., H / 128].
+        q: float8_e4m3fn [..., H]; scales: float32 [..., H / 128], or [...] with recipe "row".
     """
     table = _e4m3_values()
-    blocks = x.detach().cpu().float().reshape(-1, FP8_BLOCK)
+    lead, width = x.shape[:-1], x.shape[-1] if recipe == "row" else FP8_BLOCK
+    blocks = x.detach().cpu().float().reshape(-1, width)
     q = torch.empty(blocks.shape, dtype=torch.uint8, device="cpu")
     scales = torch.empty(len(blocks), dtype=torch.float32, device="cpu")
     limit, floor = (torch.tensor(value, dtype=torch.float32, device="cpu") for value in (448.0, 1e-4))
@@ -581,8 +600,8 @@ def quantize_fp8(x: torch.Tensor, *, power_of_two_scales: bool = False) -> tuple
             scaled = block / scale
         scales[row] = scale
         q[row] = _nearest_e4m3(scaled.clamp(-448.0, 448.0), table)
-    lead = x.shape[:-1]
-    return q.view(torch.float8_e4m3fn).reshape(x.shape), scales.reshape(*lead, x.shape[-1] // FP8_BLOCK)
+    of_rows = lead if recipe == "row" else (*lead, x.shape[-1] // width)
+    return q.view(torch.float8_e4m3fn).reshape(x.shape), scales.reshape(of_rows)
 
 
 def _e4m3_values() -> torch.Tensor:

@@ -427,5 +427,5 @@ def test_what_it_has_not(context: RankContext) -> None:
     """Calls that could not be made again are refused by name, on all ranks alike."""
     comm, problem = make(context)
     with pytest.raises(InvalidArgument, match="a MegaMoE cannot mask late ranks"):
-        comm.engine.fused_layer(0)
+        comm.engine.fused_layer(0, "block")
     pair(context, comm, problem, [], "expert")

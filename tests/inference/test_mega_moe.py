@@ -249,10 +249,10 @@ def test_buffers_of_the_reference_layer() -> None:
     """Sized for any routing of 8192 tokens on 8 ranks: a row for each route, where it is multiplied."""
     plan = Plan(8, 256, 7168, 8, 8192)
     routes = plan.worst_case_rows("expert")
-    memory = ExpertMemory(plan, 2048, num_shared_experts=0)
+    memory = ExpertMemory(plan, 2048, num_shared_experts=0, recipe="block")
     assert (
         memory.num_bytes
-        + fused_layout(plan, 1, routes, num_shared_experts=0).total_bytes
+        + fused_layout(plan, 1, routes, num_shared_experts=0, recipe="block").total_bytes
         + control_layout(plan).total_bytes
         < 6.1e9
     )

@@ -154,6 +154,16 @@ _VARIANTS: list[tuple[str, Variant]] = [
         if dtype != FP8 or not powers
         for variant in [PackTokensVariant(hidden, Packing(dtype, powers))]
     ),
+    *(
+        (str(variant), variant)
+        for dtype, hidden in product((BF16, FP32, FP8), (128, 7168))
+        for variant in [PackTokensVariant(hidden, Packing(dtype), "row")]
+    ),
+    *(
+        (str(variant), variant)
+        for packing in (None, Packing(BF16), Packing(FP32, True), Packing(FP8))
+        for variant in [SendRoutesVariant(REAL_PLAN, packing=packing, recipe="row")]
+    ),
 ]
 # In calls of many tokens MegaMoE claims tiles.
 _CLAIMING: list[tuple[str, Variant]] = [

@@ -47,7 +47,22 @@ class Case:
     shared: int = 0
     activation: tl.Activation | str = "swiglu"
     biased: bool = False
+    recipe: str = "block"
 
+
+ROW_CASES = {
+    "by row": Case("one scale for a row", recipe="row"),
+    "by row, fp8": Case("x and its scales come as they are sent", recipe="row", quantised=True),
+    "by row, odd widths": Case("no power of two", recipe="row", hidden=384, intermediate=640, powers=True),
+    "by row, one block": Case("one tile of activations", recipe="row", hidden=128, intermediate=128),
+    "by row, many tokens": Case("several tiles of an expert", recipe="row", tokens=(700, 500), intermediate=768),
+    "by row, shared": Case(
+        "all that experts have", recipe="row", shared=1, biased=True, clamp=1.0, tokens=(150, 0, 33)
+    ),
+    "by row, as real models": Case(
+        "wide rows", recipe="row", hidden=7168, intermediate=2048, experts_per_rank=2, tokens=(40, 130)
+    ),
+}
 
 CASES = {
     "plain": Case("the usual case: unequal tokens"),
@@ -80,6 +95,7 @@ CASES = {
     "clamped geglu_tanh": Case("a limit of its own", activation="geglu_tanh", clamp=0.7, fast_math=False),
     "gated relu2": Case("most activations are 0", activation=tl.Activation("relu2", up_offset=-0.5)),
     "as real models": Case("wide rows", hidden=7168, intermediate=2048, experts_per_rank=2, top_k=2, tokens=(40, 130)),
+    **ROW_CASES,
 }
 
 
@@ -124,7 +140,11 @@ def make_layer(case: Case, num_ranks: int, device: torch.device, seed: int = 0) 
         all_ids.append(ids)
         weights.append(torch.rand(ids.shape, generator=generator, device=device) + 0.1)
     biases = (randn(len(w1), 2 * width), randn(len(w2), hidden)) if case.biased else (None, None)
-    return Layer(*quant.quantize_fp8_blocks(w1), *quant.quantize_fp8_blocks(w2), xs, all_ids, weights, *biases)
+    if case.recipe == "row":
+        quantised = (*quant.quantize_fp8(w1, recipe="row"), *quant.quantize_fp8(w2, recipe="row"))
+    else:
+        quantised = (*quant.quantize_fp8_blocks(w1), *quant.quantize_fp8_blocks(w2))
+    return Layer(*quantised, xs, all_ids, weights, *biases)
 
 
 def expected(case: Case, layer: Layer, rank: int) -> torch.Tensor:
@@ -142,6 +162,7 @@ def expected(case: Case, layer: Layer, rank: int) -> torch.Tensor:
         w2_bias=layer.w2_bias,
         num_shared_experts=case.shared,
         activation=form if case.clamp is None else replace(form, limit=case.clamp),
+        recipe=case.recipe,
         power_of_two_scales=case.powers,
     ).to(layer.xs[rank].device)
 
@@ -163,6 +184,7 @@ def make_mega(context: RankContext, case: Case, layer: Layer, backend: str = "nv
         activation=case.activation,
         activation_clamp=case.clamp,
         fast_math=case.fast_math,
+        recipe=case.recipe,
         power_of_two_scales=case.powers,
         num_shared_experts=case.shared,
         backend=backend,
@@ -185,7 +207,7 @@ def make_mega(context: RankContext, case: Case, layer: Layer, backend: str = "nv
 
 def inputs(case: Case, layer: Layer, rank: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
     x = layer.xs[rank]
-    given = quant.quantize_fp8(x, power_of_two_scales=case.powers) if case.quantised else x
+    given = quant.quantize_fp8(x, power_of_two_scales=case.powers, recipe=case.recipe) if case.quantised else x
     return given, layer.ids[rank], layer.weights[rank]
 
 

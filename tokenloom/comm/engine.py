@@ -311,7 +311,7 @@ class Engine:
             positions = positions[: len(weights)]
         return routing.spread_gradient(received, positions, handle.num_places, weights, rows, dtype)
 
-    def fused_layer(self, num_shared_experts: int) -> Any:
+    def fused_layer(self, num_shared_experts: int, recipe: str) -> Any:
         """The calls of a fused layer, which has this communicator for itself from now on.
 
         Raises:
@@ -319,7 +319,7 @@ class Engine:
         """
         if not self.capabilities.fused_layer:
             raise BackendUnavailable(f"backend {self.backend_name} has no fused layer; use backend='nvlink'")
-        return self._backend.fused_layer(num_shared_experts)  # type: ignore[attr-defined]
+        return self._backend.fused_layer(num_shared_experts, recipe)  # type: ignore[attr-defined]
 
     # -- the communicator's own -----------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ class ComposedExperts:
         intermediate: I, which the weights tell too.
         num_shared_experts: S, the last experts of the weights, for every token of this rank.
         power_of_two_scales: round the scales of x and of activations up to powers of two.
+        recipe: as in ``MegaMoE``.
 
     Raises:
         BackendUnavailable: the grouped GEMMs do not run on this device.
@@ -42,12 +43,14 @@ class ComposedExperts:
     """Its dispatch is one that anybody may call."""
 
     def __init__(
-        self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool
+        self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool, recipe: str
     ) -> None:
         check_device(comm.device)
         checks.require_layout(comm.engine.capabilities, LAYOUT)
+        if recipe == "row":
+            raise InvalidArgument("backend 'composed' has no recipe 'row' yet; use backend 'nvlink'")
         self._comm, self._num_shared = comm, num_shared_experts
-        self._power_of_two_scales = power_of_two_scales
+        self._power_of_two_scales, self._recipe = power_of_two_scales, recipe
         self._weights: tuple[torch.Tensor, ...] = ()
         self._biases: Biases = (None, None)
         self._form, self._fast_math = SWIGLU, True
@@ -129,10 +132,15 @@ class ComposedExperts:
     def _shared_experts(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """[S, T, H] of this rank's own tokens."""
         rows, scales = (
-            quantize_fp8(x, power_of_two_scales=self._power_of_two_scales) if isinstance(x, torch.Tensor) else x
+            quantize_fp8(x, power_of_two_scales=self._power_of_two_scales, recipe=self._recipe)
+            if isinstance(x, torch.Tensor)
+            else x
         )
         count, num_tokens = self._num_shared, len(rows)
-        every = (rows.view(torch.uint8).repeat(count, 1).view(rows.dtype), scales.repeat(count, 1))
+        every = (
+            rows.view(torch.uint8).repeat(count, 1).view(rows.dtype),
+            scales.repeat(count, *[1] * (scales.dim() - 1)),
+        )
         offsets = torch.arange(count + 1, dtype=torch.int32, device=rows.device) * num_tokens
         which = slice(self._comm.plan.experts_per_rank, None)
         return self._experts(every, offsets, None, which, lambda stage: None).unflatten(0, (count, num_tokens))
@@ -158,10 +166,13 @@ class ComposedExperts:
             bias=w1_bias,
             power_of_two_scales=self._power_of_two_scales,
             fast_math=self._fast_math,
+            recipe=self._recipe,
         )
         after_stage("gemm1")
         factors = None if w2_bias is None else row_weights
-        found = grouped_gemm_fp8(*activations, w2, w2_scales, offsets, bias=w2_bias, row_weights=factors)
+        found = grouped_gemm_fp8(
+            *activations, w2, w2_scales, offsets, bias=w2_bias, row_weights=factors, recipe=self._recipe
+        )
         after_stage("gemm2")
         return found
 

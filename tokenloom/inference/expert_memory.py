@@ -25,6 +25,7 @@ class ExpertMemory:
     Args:
         plan: of the communicator.
         intermediate: I. num_shared_experts: experts that every token of this rank goes to.
+        recipe: one of ``RECIPES``.
 
     Attributes:
         num_local: experts on this rank, shared ones included.
@@ -33,6 +34,8 @@ class ExpertMemory:
         counted: what is 0 before each call: ``begun``, and ``stored`` tiles of rows. The meeting sets it back.
         packed: own tokens as they are sent.
         activations: [places, I].
+        activation_scales: [places, I / 128]; with recipe "row" those of tiles, which no one reads behind GEMM1.
+        row_scales: [places] with recipe "row", the scales of activations, else none.
     """
 
     offsets: torch.Tensor
@@ -46,8 +49,9 @@ class ExpertMemory:
     packed: torch.Tensor
     activations: torch.Tensor
     activation_scales: torch.Tensor
+    row_scales: torch.Tensor
 
-    def __init__(self, plan: Plan, intermediate: int, num_shared_experts: int) -> None:
+    def __init__(self, plan: Plan, intermediate: int, num_shared_experts: int, recipe: str) -> None:
         self.num_local = plan.experts_per_rank + num_shared_experts
         tokens = plan.max_tokens_per_rank
         self.num_places = places = plan.worst_case_rows("expert") + num_shared_experts * tokens
@@ -59,9 +63,10 @@ class ExpertMemory:
             "met": ((1,), int32),
             "block_counts": ((block_count_words(plan, MAX_BLOCKS),), int32),
             "order": ((tokens * plan.top_k, 4), int32),
-            "packed": ((tokens, packed_bytes(plan.hidden)), torch.uint8),
+            "packed": ((tokens, packed_bytes(plan.hidden, recipe)), torch.uint8),
             "activations": ((places, intermediate), FP8),
             "activation_scales": ((places, intermediate // BLOCK), float32),
+            "row_scales": ((places if recipe == "row" else 0,), float32),
         }
 
     @property

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from tokenloom.backends.peers.fused import FusedLayerCalls
 from tokenloom.inference.expert_memory import LINE, ExpertMemory
-from tokenloom.jit.kernel import Kernel
+from tokenloom.jit.kernel import Kernel, TensorMap
 from tokenloom.kernels.gemm.launch import (
     B_BOX_ROWS,
     CLUSTER,
@@ -37,7 +38,8 @@ class MegaGemms:
     Args:
         memory: between them.
         plan: of the communicator. intermediate: I.
-        power_of_two_scales: of the activations between them.
+        power_of_two_scales: of the activations between them, which recipe "row" has anyway.
+        recipe: one of ``RECIPES``.
         device: the GPU.
 
     Attributes:
@@ -47,11 +49,17 @@ class MegaGemms:
     """
 
     def __init__(
-        self, memory: ExpertMemory, plan: Plan, intermediate: int, power_of_two_scales: bool, device: torch.device
+        self,
+        memory: ExpertMemory,
+        plan: Plan,
+        intermediate: int,
+        power_of_two_scales: bool,
+        recipe: str,
+        device: torch.device,
     ) -> None:
         self._memory, self._device, self._num_ranks = memory, device, plan.num_ranks
         self._hidden, self._intermediate, self._num_local = plan.hidden, intermediate, memory.num_local
-        self._power_of_two_scales = power_of_two_scales
+        self._recipe, self._power_of_two_scales = recipe, power_of_two_scales or recipe == "row"
         self.num_sms = sms_for_gemms(device)
         self.fewest_sms = align_up(self.num_sms // 2, CLUSTER)
         self.weights: tuple[torch.Tensor, ...] = ()
@@ -88,18 +96,14 @@ class MegaGemms:
     def _choose(self, activation: tuple[Activation, bool], biases: Biases) -> None:
         """Take the kernels that have this activation and these biases. Nothing changes where one cannot be had now."""
         (form, fast_math), (w1_bias, w2_bias) = activation, biases
-        traced, biased = self._traces is not None, w2_bias is not None
+        biased = w2_bias is not None
         key = swiglu_epilogue(form, self._power_of_two_scales, fast_math, biased=w1_bias is not None)
         if key not in self._first_of:
             sizes = (self._num_local, 2 * self._intermediate, self._hidden)
-            variant = GroupedGemmVariant(*sizes, epilogue=key, awaits=self._num_ranks, claims=True, traced=traced)
-            self._first_of[key] = self._kernel(variant)
+            self._first_of[key] = self._kernel(*sizes, epilogue=key, awaits=self._num_ranks)
         if biased not in self._second_of:
             sizes, epilogue = (self._num_local, self._hidden, self._intermediate), Bf16Epilogue(biased=biased)
-            variant = GroupedGemmVariant(
-                *sizes, epilogue=epilogue, scatters=self._num_ranks, claims=True, traced=traced
-            )
-            self._second_of[biased] = self._kernel(variant)
+            self._second_of[biased] = self._kernel(*sizes, epilogue=epilogue, scatters=self._num_ranks)
         self._activation, self._biases = activation, biases
         self._first, self._second, self.is_stale = self._first_of[key], self._second_of[biased], True
         if self._traces is not None:
@@ -108,7 +112,9 @@ class MegaGemms:
         for gemm, bias in ((self._first, w1_bias), (self._second, w2_bias)):
             gemm.args.bias = 0 if bias is None else bias.data_ptr()
 
-    def _kernel(self, variant: GroupedGemmVariant) -> Kernel:
+    def _kernel(self, *sizes: int, **choices: Any) -> Kernel:
+        traced = self._traces is not None
+        variant = GroupedGemmVariant(*sizes, claims=True, traced=traced, recipe=self._recipe, **choices)
         return Kernel(variant.spec(), self._device.index)
 
     # -- where it is ----------------------------------------------------------------------------------------
@@ -123,25 +129,27 @@ class MegaGemms:
         self._claimed = torch.zeros(2, LINE, dtype=torch.int32, device=self._device)
         self._arriving, self._activations = row_windows(calls.rows), row_windows(memory.activations)
         keep_until_idle(self, self._device, self._claimed, self._arriving, self._activations)
-        if wide_scales(self._hidden):
-            self._arriving_scales = scale_map(calls.row_scales)
-        if wide_scales(self._intermediate):
-            self._activation_scales = scale_map(memory.activation_scales)
+        self._arriving_scales = self._scale_map(calls.row_scales, self._hidden)
+        self._activation_scales = self._scale_map(memory.activation_scales, self._intermediate)
+
+    def _scale_map(self, scales: torch.Tensor, width: int) -> TensorMap:
+        """Describe the scales of rows to kernels that load them by TMA; others read nothing there."""
+        return scale_map(scales) if self._recipe == "block" and wide_scales(width) else TensorMap()
 
     def set_constant_arguments(self) -> None:
         """Set the arguments that are the same in all calls: addresses of memory and of weights."""
         memory, calls, args = self._memory, self._calls, self._first.args
-        if wide_scales(self._hidden):
-            args.a_scale_map = self._arriving_scales
+        args.a_scale_map = self._arriving_scales
         args.a_windows, args.a_scales = self._arriving.data_ptr(), calls.row_scales.data_ptr()
         args.arrived, args.expected = calls.arrived.data_ptr(), memory.expected.data_ptr()
         args.row_weights, args.claimed = calls.row_weights.data_ptr(), self._claimed[0].data_ptr()
         args.out, args.out_scales = memory.activations.data_ptr(), memory.activation_scales.data_ptr()
+        args.out_row_scales = memory.row_scales.data_ptr()
         args.b, args.b_scales = self._first_weights
         args = self._second.args
-        if wide_scales(self._intermediate):
-            args.a_scale_map = self._activation_scales
-        args.a_windows, args.a_scales = self._activations.data_ptr(), memory.activation_scales.data_ptr()
+        scales = memory.row_scales if self._recipe == "row" else memory.activation_scales
+        args.a_scale_map = self._activation_scales
+        args.a_windows, args.a_scales = self._activations.data_ptr(), scales.data_ptr()
         args.row_homes, args.peers, args.results = calls.row_homes.data_ptr(), calls.peers, calls.results_offset
         args.row_weights, args.claimed = calls.row_weights.data_ptr(), self._claimed[1].data_ptr()
         args.stored_by = warps_that_store(2 * self._intermediate)

@@ -30,7 +30,7 @@ from tokenloom.ops.gemm import (
     gated_activation,
     interleave_gate_and_up,
 )
-from tokenloom.ops.quant import quantize_fp8_blocks
+from tokenloom.ops.quant import quantize_fp8, quantize_fp8_blocks, require_recipe
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.runtime.rendezvous import agree
 
@@ -48,10 +48,10 @@ class MegaMoE:
 
     ``a`` is the activation of gates and ups, ``w1 @ x + w1_bias``; by default ``silu(gate) * up``, and no biases.
 
-    x and the weighted activations are quantised with a scale per 128 values. Each route's result is rounded to
-    bfloat16, and a token's results are added in ascending k, in float32 (docs/reference/semantics.md). On "nvlink"
-    nothing waits for the host. Any routing fits, and equal calls give equal bits. Making a layer is collective, and so
-    is every call.
+    x and the weighted activations are quantised with a scale per 128 values, or by ``recipe`` with one per row. Each
+    route's result is rounded to bfloat16, and a token's results are added in ascending k, in float32
+    (docs/reference/semantics.md). On "nvlink" nothing waits for the host. Any routing fits, and equal calls give equal
+    bits. Making a layer is collective, and so is every call.
 
     Args:
         group: as in ``Communicator``. The ranks are Hopper GPUs of one host with ``backend`` "nvlink".
@@ -64,6 +64,10 @@ class MegaMoE:
         activation_clamp: largest gate, and largest absolute up, before the activation: its ``limit`` by another name.
             None sets none beside that.
         fast_math: use the hardware's exponential and division in the activation.
+        recipe: which values share a scale. "block": 128 of a row, and 128 x 128 of a weight, as DeepSeek-V3 and Qwen3
+            have them. "row": a row, and an output channel of a weight, as compressed-tensors has them; it is faster
+            from 2,000 tokens on, and docs/reference/fp8.md says what it costs. Scales of activations are then powers
+            of two.
         power_of_two_scales: round the scales of x and of activations up to powers of two.
         num_shared_experts: S, experts that every token goes to with weight 1, on its own rank. K + S is at most 32.
         schedule: schedule of all calls. None chooses by the number of tokens of each call.
@@ -100,6 +104,7 @@ class MegaMoE:
         activation: Activation | str = SWIGLU,
         activation_clamp: float | None = None,
         fast_math: bool = True,
+        recipe: str = "block",
         power_of_two_scales: bool = False,
         num_shared_experts: int = 0,
         schedule: MegaSchedule | None = None,
@@ -144,13 +149,15 @@ class MegaMoE:
             form = gated_activation(activation, activation_clamp, "activation_clamp")
             if schedule is not None and not isinstance(schedule, MegaSchedule):
                 raise InvalidArgument(f"schedule is {schedule!r}, expected a MegaSchedule, or None")
-            self._experts = implementation(self.comm, intermediate, shared, power_of_two_scales)
+            require_recipe(recipe)
+            self._experts = implementation(self.comm, intermediate, shared, power_of_two_scales, recipe)
             self._experts.set_activation(form, fast_math)
             return {
                 "backend": backend,
                 "intermediate": intermediate,
                 "num_shared_experts": shared,
                 "activation": form,
+                "recipe": recipe,
                 "power_of_two_scales": bool(power_of_two_scales),
             }, None
 
@@ -160,7 +167,8 @@ class MegaMoE:
             self.comm.close()
             raise
         self.intermediate, self.num_shared_experts, self.schedule = intermediate, num_shared_experts, schedule
-        self._backend = backend
+        self._backend, self._recipe = backend, recipe
+        self._token_scales = () if recipe == "row" else (self.comm.plan.scales_per_token,)  # behind T
         self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
         self.weights: tuple[torch.Tensor, ...] = ()
         self.biases: Biases = (None, None)
@@ -202,11 +210,11 @@ class MegaMoE:
         may have any strides.
 
         Args:
-            w1: [L, 2I, H], gates first, then ups. bfloat16, float16 and float32 are quantised with a scale per
-                128 x 128 values; float8_e4m3fn comes with scales.
+            w1: [L, 2I, H], gates first, then ups. bfloat16, float16 and float32 are quantised by the layer's recipe;
+                float8_e4m3fn comes with scales.
             w2: [L, H, I], of the same dtype.
-            w1_scales: float32 [L, 2I / 128, H / 128] beside FP8, else None.
-            w2_scales: float32 [L, H / 128, I / 128] beside FP8, else None.
+            w1_scales: float32 [L, 2I / 128, H / 128] beside FP8, else None. Recipe "row": [L, 2I].
+            w2_scales: float32 [L, H / 128, I / 128] beside FP8, else None. Recipe "row": [L, H].
             w1_bias: [L, 2I], in the order of w1's rows, float32 or narrower, or None.
             w2_bias: [L, H], or None.
             weight_layout: how w1, w2, their scales and w1_bias lie, where it is not as above. The scales of
@@ -223,13 +231,14 @@ class MegaMoE:
         for name, tensor in {"w1": w1, "w2": w2, **optional}.items():
             if not isinstance(tensor, torch.Tensor) and not (name in optional and tensor is None):
                 raise InvalidArgument(f"{name} is {a_type(tensor)}, expected a torch.Tensor")
-        if weight_layout.interleaved and w1.dtype == FP8:
+        by_row = self._recipe == "row"
+        if weight_layout.interleaved and w1.dtype == FP8 and not by_row:
             raise InvalidArgument(
                 "w1 is FP8 and interleaved: its scales are of gates and ups together, but kernels take a scale for "
                 "128 gates and one for 128 ups; give bfloat16 weights"
             )
         w1, w2 = as_plain(w1, weight_layout, weight_layout.interleaved), as_plain(w2, weight_layout)
-        w1_scales = None if w1_scales is None else as_plain(w1_scales, weight_layout)
+        w1_scales = None if w1_scales is None else as_plain(w1_scales, weight_layout, weight_layout.interleaved)
         w2_scales = None if w2_scales is None else as_plain(w2_scales, weight_layout)
         w1_bias = None if w1_bias is None else as_plain(w1_bias, PLAIN_WEIGHTS, weight_layout.interleaved)
         if w1.dtype != FP8:
@@ -239,10 +248,14 @@ class MegaMoE:
                 raise DtypeMismatch(f"w1 is {w1.dtype}, which has no scales; leave them out")
             check_tensor("w1", w1, w1.dtype, [local, 2 * width, hidden], self.comm.device)
             check_tensor("w2", w2, w1.dtype, [local, hidden, width], self.comm.device)
-            (w1, w1_scales), (w2, w2_scales) = quantize_fp8_blocks(w1), quantize_fp8_blocks(w2)
+            (w1, w1_scales), (w2, w2_scales) = (
+                quantize_fp8(each, recipe="row") if by_row else quantize_fp8_blocks(each) for each in (w1, w2)
+            )
         if w1_scales is None or w2_scales is None:
             raise ShapeMismatch("w1 and w2 are float8_e4m3fn, expected w1_scales and w2_scales too")
         self._check_weights(w1, w1_scales, w2, w2_scales)
+        if by_row:  # in the order of w1's rows
+            w1_scales = interleave_gate_and_up(w1_scales[..., None])[..., 0].contiguous()
         given = (interleave_gate_and_up(w1), w1_scales, w2, w2_scales)
         biases = self._float32_biases(w1_bias, w2_bias)
         if self._weights_are_ours:  # captured graphs read the weights where they are
@@ -286,9 +299,10 @@ class MegaMoE:
         Args:
             w1: float8_e4m3fn [L, 2I, H], the experts of ``load_weights``, with gates and ups in turn as
                 ``interleave_gate_and_up`` puts them.
-            w1_scales: float32 [L, 2I / 128, H / 128], gates, then ups, not interleaved.
+            w1_scales: float32 [L, 2I / 128, H / 128], gates, then ups, not interleaved. Recipe "row": [L, 2I], in the
+                order of w1's rows.
             w2: float8_e4m3fn [L, H, I].
-            w2_scales: float32 [L, H / 128, I / 128].
+            w2_scales: float32 [L, H / 128, I / 128]. Recipe "row": [L, H].
             w1_bias: float32 [L, 2I], in the order of w1's rows, or None.
             w2_bias: float32 [L, H], or None.
 
@@ -309,8 +323,8 @@ class MegaMoE:
         self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor
     ) -> None:
         local, hidden, device = self._num_local, self.comm.plan.hidden, self.comm.device
-        check_weights("w1", w1, w1_scales, [local, 2 * self.intermediate, hidden], device)
-        check_weights("w2", w2, w2_scales, [local, hidden, self.intermediate], device)
+        check_weights("w1", w1, w1_scales, [local, 2 * self.intermediate, hidden], device, self._recipe)
+        check_weights("w2", w2, w2_scales, [local, hidden, self.intermediate], device, self._recipe)
 
     def forward(
         self,
@@ -324,7 +338,7 @@ class MegaMoE:
 
         Args:
             x: bfloat16, float16 or float32 [T, H], which dispatch quantises, or (float8_e4m3fn [T, H], float32
-                [T, H / 128]). T may differ per rank and may be 0.
+                [T, H / 128], with recipe "row" [T]). T may differ per rank and may be 0.
             topk_ids: int32 or int64 [T, K]; -1 is an unused place.
             topk_weights: float32 [T, K].
             expert_stats: int32 [E / W], to which each local expert's number of routes is added, or None.
@@ -365,7 +379,7 @@ class MegaMoE:
                 and num_tokens <= plan.max_tokens_per_rank
                 and (x.dtype in self._dtypes if scales is None else x.dtype is FP8)
                 and fits(x, (num_tokens, plan.hidden), x.dtype, device)
-                and (scales is None or fits(scales, (num_tokens, plan.scales_per_token), torch.float32, device))
+                and (scales is None or fits(scales, (num_tokens, *self._token_scales), torch.float32, device))
                 and fits(topk_ids, (num_tokens, plan.top_k), topk_ids.dtype, device)
                 and topk_ids.dtype in checks.ID_DTYPES
                 and fits(topk_weights, (num_tokens, plan.top_k), torch.float32, device)
@@ -414,12 +428,16 @@ class MegaMoE:
     def __repr__(self) -> str:
         if not hasattr(self, "comm"):  # its constructor has raised
             return "MegaMoE(never made)"
-        widths = {"intermediate": self.intermediate, "num_shared_experts": self.num_shared_experts}
+        widths: dict[str, Any] = {"intermediate": self.intermediate, "num_shared_experts": self.num_shared_experts}
+        widths |= {} if self._recipe == "block" else {"recipe": self._recipe}
         return line_about(self.comm, "MegaMoE", **widths, backend=self._backend)
 
     def describe(self) -> str:
         """Say what the layer runs on and how much memory its buffers take. The first call makes them."""
-        return f"{self.comm.describe()}\n    {self._experts.describe()}"
+        scales = {"block": "per 128 values", "row": "per row, those of activations powers of two"}[self._recipe]
+        return (
+            f"{self.comm.describe()}\n    {self._experts.describe()}\n    recipe {self._recipe}: FP8 scales {scales}"
+        )
 
     def trace(self) -> MegaTimes:
         """Let kernels of later calls write when they work, which makes GEMMs a little slower.

@@ -61,6 +61,7 @@ class NvlinkExperts:
         intermediate: as in ``MegaMoE``.
         num_shared_experts: as in ``MegaMoE``.
         power_of_two_scales: as in ``MegaMoE``.
+        recipe: as in ``MegaMoE``.
 
     Raises:
         InvalidArgument: too many experts or tokens on a rank.
@@ -73,16 +74,16 @@ class NvlinkExperts:
     """Its dispatch takes checked ones."""
 
     def __init__(
-        self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool
+        self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool, recipe: str
     ) -> None:
         self._comm, self._intermediate, self._num_shared = comm, intermediate, num_shared_experts
-        self._power_of_two_scales = power_of_two_scales
+        self._power_of_two_scales, self._recipe = power_of_two_scales, recipe
         plan = comm.plan
-        self._memory = ExpertMemory(plan, intermediate, num_shared_experts)
+        self._memory = ExpertMemory(plan, intermediate, num_shared_experts, recipe)
         if self._memory.num_local > MOST_LOCAL_EXPERTS:
             raise InvalidArgument(f"{self._memory.num_local} experts on a rank, expected at most {MOST_LOCAL_EXPERTS}")
-        self._gemms = MegaGemms(self._memory, plan, intermediate, power_of_two_scales, comm.device)
-        self._calls: FusedLayerCalls = comm.engine.fused_layer(num_shared_experts)
+        self._gemms = MegaGemms(self._memory, plan, intermediate, power_of_two_scales, recipe, comm.device)
+        self._calls: FusedLayerCalls = comm.engine.fused_layer(num_shared_experts, recipe)
         self._has_memory = False
         self._sums = Kernel(SumRoutesVariant(plan, num_shared_experts=num_shared_experts).spec(), comm.device.index)
         self._sums.overlaps_previous = True
@@ -204,7 +205,8 @@ class NvlinkExperts:
         found = self._senders_of.get(dtype)
         if found is None:
             packing = Packing(dtype, self._power_of_two_scales)
-            pack = Kernel(PackTokensVariant(self._comm.plan.hidden, packing).spec(), self._comm.device.index)
+            variant = PackTokensVariant(self._comm.plan.hidden, packing, self._recipe)
+            pack = Kernel(variant.spec(), self._comm.device.index)
             pack.args.trace = 0 if self._times is None else self._times.pack.data_ptr()
             packing_sender, packed_sender = self._calls.sender(packing), self._calls.sender(None)
             most_tokens = dict(packing_sender.spec.shape)["kept_tokens"]

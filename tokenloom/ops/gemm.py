@@ -146,7 +146,7 @@ def grouped_swiglu_fp8(
     ``quantize_fp8``.
 
     Recipe "row": each 128 values are quantised with a power of two as their scale. Then a row's largest scale becomes
-    that of all its values, and their codes are rescaled. A value that falls below 2^-6 of its scale is so rounded twice.
+    that of all its values, and their codes are rescaled. A value below 2^-6 times its scale is so rounded twice.
 
     Args:
         a: float8_e4m3fn [R, K] or [E, S, K], contiguous.

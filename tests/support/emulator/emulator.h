@@ -149,6 +149,13 @@ inline T atomicAdd(T* address, T value) {
     return before;
 }
 
+template <class T>
+inline T atomicMax(T* address, T value) {
+    const T before = *address;
+    *address = std::max(before, value);
+    return before;
+}
+
 // What the instructions of asm statements do; emulator.py puts calls in their places.
 inline float ptx_div_rn_f32(float a, float b) { return a / b; }
 inline float ptx_div_full_f32(float a, float b) { return a / b; }

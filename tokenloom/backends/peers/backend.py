@@ -183,12 +183,12 @@ class NvlinkBackend:
         self._make_memory(first_call, before.outcomes.known_losses)
         self._dispatcher.shared.overflow = overflow
 
-    def fused_layer(self, num_shared_experts: int) -> FusedLayerCalls:
+    def fused_layer(self, num_shared_experts: int, recipe: str) -> FusedLayerCalls:
         """Serve one MegaMoE from now on, and nobody else."""
         if self._late is not None:
             raise InvalidArgument("a MegaMoE cannot mask late ranks; use on_timeout='raise' and mask_ranks")
-        self._buffers.serve_fused_layer(num_shared_experts)
-        return FusedLayerCalls(self._launcher, self._buffers, num_shared_experts)
+        self._buffers.serve_fused_layer(num_shared_experts, recipe)
+        return FusedLayerCalls(self._launcher, self._buffers, num_shared_experts, recipe)
 
     # -- state ----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from tokenloom.backends.seam import CombineOptions, DispatchOptions
 from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.kernels.combine.launch import max_chunks
 from tokenloom.kernels.common import HEADER_WORDS, MAX_BLOCKS, TURNS
-from tokenloom.plan import FP8_BLOCK, Plan, align_up
+from tokenloom.plan import FP8_BLOCK, Plan, align_up, scales_of_row
 from tokenloom.runtime.openings import Fields
 from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer, lent
 
@@ -105,14 +105,14 @@ def _narrow_layout(plan: Plan, value_bytes: int, rows: int, *, width: int) -> Bu
     return BufferLayout.of(places)
 
 
-def fused_layout(plan: Plan, value_bytes: int, rows: int, *, num_shared_experts: int) -> BufferLayout:
+def fused_layout(plan: Plan, value_bytes: int, rows: int, *, num_shared_experts: int, recipe: str) -> BufferLayout:
     """For a MegaMoE: FP8 rows in the order of the experts, what comes with them, counts of those that are there,
     and a bfloat16 row for each result that comes home."""
     results = plan.max_tokens_per_rank * (plan.top_k + num_shared_experts)
     return BufferLayout.of(
         [
             ("rows", rows * plan.hidden * value_bytes),
-            ("row_scales", rows * (plan.hidden // FP8_BLOCK) * 4),
+            ("row_scales", rows * scales_of_row(plan.hidden, recipe) * 4),
             ("row_homes", rows * 4),
             ("row_weights", rows * 4),
             ("arrived", (plan.experts_per_rank + num_shared_experts) * plan.num_ranks * 4),
@@ -317,10 +317,10 @@ class Buffers(DispatchCount):
         self._least_rows = receive_rows(plan)
         self._is_eager, self.turns = sends_before_opening(plan), num_turns(plan)
 
-    def serve_fused_layer(self, num_shared_experts: int) -> None:
+    def serve_fused_layer(self, num_shared_experts: int, recipe: str) -> None:
         """From now on: one buffer, with room for the rows of the worst routing."""
         own = num_shared_experts * self._plan.max_tokens_per_rank
-        self._data_layout = partial(fused_layout, num_shared_experts=num_shared_experts)
+        self._data_layout = partial(fused_layout, num_shared_experts=num_shared_experts, recipe=recipe)
         self._least_rows = self._plan.worst_case_rows("expert") + own
         self.fused = True
 

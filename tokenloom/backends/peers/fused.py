@@ -13,7 +13,7 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.common import Deadline
 from tokenloom.kernels.moe.launch import HOME_ROW_BITS, Packing, SendRoutesVariant
-from tokenloom.plan import FP8_BLOCK
+from tokenloom.plan import scales_of_row
 from tokenloom.runtime.openings import NUMBER, CallKind, Fields
 
 FP8 = torch.float8_e4m3fn
@@ -35,7 +35,7 @@ class FusedLayerCalls:
     arrived: torch.Tensor
     results: torch.Tensor
 
-    def __init__(self, launcher: Launcher, buffers: Buffers, num_shared_experts: int) -> None:
+    def __init__(self, launcher: Launcher, buffers: Buffers, num_shared_experts: int, recipe: str) -> None:
         plan = launcher.plan
         results = plan.max_tokens_per_rank * (plan.top_k + num_shared_experts)
         if results > 1 << HOME_ROW_BITS:
@@ -44,7 +44,8 @@ class FusedLayerCalls:
                 f"most {1 << HOME_ROW_BITS}"
             )
         self._launcher, self._buffers, self._num_shared = launcher, buffers, num_shared_experts
-        self._loading = SendRoutesVariant(plan, num_shared_experts=num_shared_experts)
+        self._row_scales = scales_of_row(plan.hidden, recipe)
+        self._loading = SendRoutesVariant(plan, num_shared_experts=num_shared_experts, recipe=recipe)
         self._loading.spec()  # refuses too many experts, before any call
         self._senders: dict[Packing | None, OpeningKernel] = {}
         self._told: dict[str, int] = {}
@@ -73,7 +74,7 @@ class FusedLayerCalls:
         own = self._num_shared * plan.max_tokens_per_rank
         places = plan.worst_case_rows("expert") + own
         self.rows = shared.view("rows", FP8, (places, plan.hidden))
-        self.row_scales = shared.view("row_scales", torch.float32, (places, plan.hidden // FP8_BLOCK))
+        self.row_scales = shared.view("row_scales", torch.float32, (places, self._row_scales))
         self.row_homes = shared.view("row_homes", torch.int32, (places,))
         self.row_weights = shared.view("row_weights", torch.float32, (places,))
         self.arrived = shared.view("arrived", torch.int32, (plan.experts_per_rank + self._num_shared, plan.num_ranks))

@@ -96,14 +96,49 @@ struct RowToQuantize {
             for (int other = 1; other < kBlockLanes; other *= 2)
                 amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, other));
             const Fp8Scale scale = fp8_scale<kPowerOfTwo>(amax);
-            scale_group(group, scale.factor);
-            Vec16 codes;
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                codes.word[i] = pack_e4m3(group.value[4 * i], group.value[4 * i + 1], group.value[4 * i + 2],
-                                          group.value[4 * i + 3]);
-            put(inside, index, codes, scale.scale);
+            put(inside, index, codes_of(group, scale.factor), scale.scale);
         }
+    }
+
+    // For one scale of the whole row, which takes two passes. First: the largest magnitude of a tile, in all lanes.
+    static __device__ __forceinline__ float largest_of_tile(const unsigned char* from, int tile, int lane) {
+        float amax = 0.0f;
+        int index;
+#pragma unroll
+        for (int step = 0; step < Row::kSteps; ++step) {
+            if (!Row::unit(tile, step, lane, index)) continue;
+            const auto group =
+                unpack(load_group_once<kDtype, kLaneValues>(from + index * kLaneValues * kValueBytes<kDtype>));
+#pragma unroll
+            for (int i = 0; i < kLaneValues; ++i) amax = fmaxf(amax, fabsf(group.value[i]));
+        }
+#pragma unroll
+        for (int other = 1; other < 32; other *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, other));
+        return amax;
+    }
+
+    // Second: put(index, codes) for the units of a tile that are inside the row.
+    template <class Put>
+    static __device__ __forceinline__ void tile_by(float factor, const unsigned char* from, int tile, int lane,
+                                                   Put put) {
+        int index;
+#pragma unroll
+        for (int step = 0; step < Row::kSteps; ++step)
+            if (Row::unit(tile, step, lane, index))
+                put(index, codes_of(unpack(load_group_once<kDtype, kLaneValues>(
+                                        from + index * kLaneValues * kValueBytes<kDtype>)),
+                                    factor));
+    }
+
+    template <class Group>
+    static __device__ __forceinline__ Vec16 codes_of(Group group, float factor) {
+        scale_group(group, factor);
+        Vec16 codes;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            codes.word[i] = pack_e4m3(group.value[4 * i], group.value[4 * i + 1], group.value[4 * i + 2],
+                                      group.value[4 * i + 3]);
+        return codes;
     }
 };
 

@@ -21,7 +21,7 @@ from tokenloom.kernels.common import (
     short_name,
     uint64_fields,
 )
-from tokenloom.plan import FP8_BLOCK, Plan, align_up
+from tokenloom.plan import Plan, align_up, scales_of_row
 
 SEND_THREADS = 512
 LOADING_WARPS = 8
@@ -101,9 +101,9 @@ def block_count_words(plan: Plan, most_blocks: int) -> int:
     return most_blocks * (1 + plan.num_ranks + plan.num_experts)
 
 
-def packed_bytes(hidden: int) -> int:
+def packed_bytes(hidden: int, recipe: str) -> int:
     """Bytes of a token as it is sent: values in E4M3, then scales, as bulk copies move them."""
-    return align_up(hidden + hidden // FP8_BLOCK * 4, UNIT_BYTES)
+    return align_up(hidden + scales_of_row(hidden, recipe) * 4, UNIT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -138,19 +138,22 @@ class PackTokensVariant:
     Attributes:
         hidden: H.
         packing: of each token.
+        recipe: one of ``RECIPES``, which says how many scales a token has.
     """
 
     hidden: int
     packing: Packing
+    recipe: str = "block"
 
     def __str__(self) -> str:
-        return f"pack_tokens, h{self.hidden} {self.packing}"
+        return f"pack_tokens, h{self.hidden} {self.packing}" + ", row scales" * (self.recipe == "row")
 
     def spec(self) -> KernelSpec:
         """What to compile and how to launch it: with an even number of blocks."""
         shape = {
             "hidden": self.hidden,
-            "packed_bytes": packed_bytes(self.hidden),
+            "packed_bytes": packed_bytes(self.hidden, self.recipe),
+            "row_scales": int(self.recipe == "row"),
             **self.packing.shape(),
             "threads": PACK_THREADS,
         }
@@ -167,21 +170,26 @@ class SendRoutesVariant:
         num_shared_experts: experts that take all of this rank's tokens.
         packing: blocks pack their own tokens so, and keep them, up to ``kept_tokens`` each. None: they load tokens
             that another kernel has packed.
+        recipe: one of ``RECIPES``, which says how many scales a token has.
     """
 
     plan: Plan
     _: KW_ONLY
     num_shared_experts: int = 0
     packing: Packing | None = None
+    recipe: str = "block"
 
     def __str__(self) -> str:
         tokens = "packed" if self.packing is None else str(self.packing)
+        tokens += ", row scales" * (self.recipe == "row")
         return f"send_routes, {describe(self.plan)}, {self.num_shared_experts} shared experts, {tokens}"
 
     @property
     def kept_tokens(self) -> int:
         """Most tokens of a block that packs them itself, as far as there is room."""
-        return min(MOST_KEPT, (MAX_SHARED_BYTES - self._beside_tokens()) // packed_bytes(self.plan.hidden))
+        return min(
+            MOST_KEPT, (MAX_SHARED_BYTES - self._beside_tokens()) // packed_bytes(self.plan.hidden, self.recipe)
+        )
 
     def _beside_tokens(self) -> int:
         """Bytes of shared memory for everything but rows and what is said of them."""
@@ -195,7 +203,7 @@ class SendRoutesVariant:
         Raises:
             InvalidArgument: counts of so many experts leave no shared memory for rows.
         """
-        plan, row = self.plan, packed_bytes(self.plan.hidden)
+        plan, row = self.plan, packed_bytes(self.plan.hidden, self.recipe)
         shape = {
             "num_ranks": plan.num_ranks,
             "num_experts": plan.num_experts,
@@ -204,6 +212,7 @@ class SendRoutesVariant:
             "top_k": plan.top_k,
             "hidden": plan.hidden,
             "packed_bytes": row,
+            "row_scales": int(self.recipe == "row"),
             "threads": SEND_THREADS,
             "max_blocks": MAX_BLOCKS,
         }

@@ -16,7 +16,7 @@ struct SendRoutesArgs {
     Call call;
     // What every call is told anew lies side by side, so that the host writes it at once.
     const unsigned char* x;     // [T][H] of Shape::x_dtype, or E4M3: of blocks that pack their tokens themselves
-    const float* scales;        // with E4M3: [T][H / 128]
+    const float* scales;        // with E4M3: [T][H / 128]; row scales: [T]
     const void* topk_ids;       // [T][K] int32 or int64
     const float* topk_weights;  // [T][K]
     int32* stats;               // null, or [L]: the number of routes is added
@@ -25,7 +25,7 @@ struct SendRoutesArgs {
     // What receivers have, as offsets in their buffers. A place is an index into it.
     const uint64* peers;  // [W] every rank's buffer; device memory
     uint64 rows;          // [places][H] E4M3
-    uint64 row_scales;    // float [places][H / 128]
+    uint64 row_scales;    // float [places][H / 128]; row scales: [places]
     uint64 row_homes;     // uint32 [places]: where the result goes, see arrivals.cuh
     uint64 row_weights;   // float [places]
     uint64 arrived;       // uint32 [L + S][W]: rows of an expert from a rank that are here, of all calls

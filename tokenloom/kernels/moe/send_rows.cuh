@@ -2,15 +2,35 @@
 #pragma once
 #include "kernels/moe/routes_to_send.cuh"
 
+// A word of a kept token that several warps pack: its largest magnitude.
+__device__ __forceinline__ uint32* largest_of(unsigned char* token, int hidden) {
+    return reinterpret_cast<uint32*>(token + hidden) + 1;
+}
+
 // Before warps send: what they read without loading it, where the block has room for all of its tokens.
 template <class Shape>
 __device__ void pack_chunk(const SendRoutesArgs& args, SendRoutesShared<Shape>& shared, Chunk chunk, int warp,
                            int lane) {
-    constexpr int kParts = PackedToken<Shape>::kParts;
-    const int32 parts = (chunk.end - chunk.begin) * kParts;
-    for (int32 i = warp; i < parts; i += Shape::threads / 32)
-        PackedToken<Shape>::pack(args.x, args.scales, chunk.begin + i / kParts, shared.outbox.token[i / kParts],
-                                 i % kParts, lane);
+    using Token = PackedToken<Shape>;
+    constexpr int kParts = Token::kParts;
+    const int32 tokens = chunk.end - chunk.begin, parts = tokens * kParts;
+    constexpr bool kSharesLargest = Token::kQuantizes && Token::kOneScale;
+    if constexpr (kSharesLargest) {  // as bits, which magnitudes sort alike; behind the scale, where nothing is sent
+        if (threadIdx.x < tokens) *largest_of(shared.outbox.token[threadIdx.x], Shape::hidden) = 0;
+        __syncthreads();
+        for (int32 i = warp; i < parts; i += Shape::threads / 32) {
+            const unsigned char* from = Token::values_of(args.x, chunk.begin + i / kParts);
+            const float largest = Token::Quantized::largest_of_tile(from, i % kParts, lane);
+            if (lane == 0)
+                atomicMax(largest_of(shared.outbox.token[i / kParts], Shape::hidden), __float_as_uint(largest));
+        }
+        __syncthreads();
+    }
+    for (int32 i = warp; i < parts; i += Shape::threads / 32) {
+        unsigned char* to = shared.outbox.token[i / kParts];
+        const float largest = kSharesLargest ? __uint_as_float(*largest_of(to, Shape::hidden)) : 0.0f;
+        Token::pack(args.x, args.scales, chunk.begin + i / kParts, to, i % kParts, lane, largest);
+    }
     fence_shared_to_bulk();
 }
 
@@ -65,7 +85,7 @@ struct RowSource {
 template <class Shape>
 __device__ __forceinline__ void send_row(const SendRoutesArgs& args, const SendRoutesShared<Shape>& shared,
                                          const RowToSend& what, const unsigned char* row, int lane) {
-    constexpr int kScales = Shape::hidden / 128;
+    constexpr int kScales = Shape::row_scales != 0 ? 1 : Shape::hidden / 128;
     const int self = args.call.rank;
     const int rank = what.expert < Shape::num_experts ? what.expert / Shape::experts_per_rank : self;
     const auto place = static_cast<int64>(what.place);
