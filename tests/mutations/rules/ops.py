@@ -127,7 +127,7 @@ WEIGHTS = (
     M("rebased-by-any-ratio", "codes are multiplied by ratios that are no powers of two", CONVERT,
       "(by_powers | (scales == 0)).flatten(2).all(2)", "(scales >= 0).flatten(2).all(2)", *WEIGHTS_TESTS),
     M("one-power-is-enough", "channels are rebased if one of their scales is a power of two away", CONVERT,
-      "flatten(2).all(2)", "flatten(2).any(2)", *WEIGHTS_TESTS),
+      "(by_powers | (scales == 0)).flatten(2).all(2)", "by_powers.flatten(2).any(2)", *WEIGHTS_TESTS),
     M("zero-scales-are-no-powers", "scales of 0 let the other values be rounded again", CONVERT,
       "by_powers | (scales == 0)", "by_powers", *WEIGHTS_TESTS),
     M("lost-below-float32", "codes that vanish in float32 count as kept", CONVERT,
@@ -150,8 +150,8 @@ WEIGHTS = (
       "values.masked_fill(missing, 0)", "values", *WEIGHTS_TESTS),
     M("float32-of-all-experts", "weights are widened for all experts together", "ops.quant.weights:_quantize_experts",
       "enumerate(w)", "enumerate(w.float())", *WEIGHTS_TESTS),
-    M("blocks-are-channels", "scales of blocks are taken for those of channels", "ops.quant.weights:_by_unit",
-      'return "block"', 'return "row"', *WEIGHTS_TESTS),
+    M("channels-without-a-third-size", "scales [E, N, 1] are refused", "ops.quant.weights:_by_unit",
+      "shape in ([experts, channels], [experts, channels, 1])", "shape == [experts, channels]", *WEIGHTS_TESTS),
 )
 
 MUTATIONS = SUMS + ROUTES + GRADIENTS + FP8 + WEIGHTS + ROUTERS + SLOTS

@@ -94,9 +94,12 @@ def test_scales_far_apart(recipe: str) -> None:
 
 @to_each
 def test_scales_of_zero(recipe: str) -> None:
-    """What has scale 0 is zeros, whatever its codes: nothing is lost beside others, and nothing is divided by 0."""
+    """What has scale 0 is zeros, whatever its codes: nothing is lost beside others, and nothing is divided by 0.
+
+    Without codes of 448, quantising anew would not find the scale again.
+    """
     w, scales, shifts = every_code_and_shift(recipe)
-    w = torch.where(w.view(torch.uint8) & 0x7F == 0x7F, 0, w.view(torch.uint8)).view(FP8)
+    w = torch.where(w.view(torch.uint8) & 0x7F > 0x75, 0, w.view(torch.uint8)).view(FP8)
     found, found_scales, report = weights_for(recipe, w, torch.where(scales == 3, 3.0, 0.0))
     assert torch.equal(found.double() * 3, w.double() * torch.where(shifts == 0, 3.0, 0.0))
     assert ((found_scales == 3).all(), str(report)) == (True, "rebased exactly")
@@ -313,7 +316,7 @@ def test_any_strides(recipe: str) -> None:
 
 
 class LargestCopies(TorchDispatchMode):
-    """Notes the most values of a result that is wider than FP8."""
+    """Notes the most values of a result as wide as float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +324,7 @@ class LargestCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.itemsize > 1:
+        if isinstance(result, torch.Tensor) and result.itemsize >= 4:
             self.num_values = max(self.num_values, result.numel())
         return result
 
@@ -330,11 +333,10 @@ class LargestCopies(TorchDispatchMode):
 def test_memory_is_for_one_expert(recipe: str) -> None:
     """Weights of 256 experts of [4096, 7168] would be 30 GB in float32."""
     scales = {"block": torch.rand(5, 2, 3), "row": torch.rand(5, 256)}[OTHER[recipe]]
-    for inputs in ((random_codes(5, 256, 384), scales), (torch.randn(5, 256, 384).to(BF16).contiguous(),)):
+    for inputs in ((random_codes(5, 256, 384), scales), (torch.randn(5, 256, 384).to(BF16),)):
         with LargestCopies() as copies:
             weights_for(recipe, *inputs, round_again=True)
-        views = 5 * 256 * 384 if inputs[0].dtype == BF16 else 0  # of w, bfloat16 as it was
-        assert copies.num_values == max(views, 256 * 384)
+        assert copies.num_values == 256 * 384
 
 
 def _fp8(*shape: int) -> torch.Tensor:
