@@ -94,7 +94,7 @@ def test_scales_far_apart(recipe: str) -> None:
 
 @to_each
 def test_scales_of_zero(recipe: str) -> None:
-    """What has scale 0 is zeros, whatever its codes: nothing is lost beside others, and nothing is divided by 0.
+    """Codes with scale 0 are zeros: nothing is lost beside others, and nothing is divided by 0.
 
     Without codes of 448, quantising anew would not find the scale again.
     """

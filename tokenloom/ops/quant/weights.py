@@ -113,7 +113,7 @@ def weights_for(
 
 
 def _check(name: str, w: torch.Tensor, w_scales: torch.Tensor | None) -> None:
-    """Raise an error for what can be told without the shape of scales."""
+    """Raise an error for wrong types, dtypes, sizes of w and devices."""
     require_type(name, w, torch.Tensor, "a torch.Tensor")
     if w.dtype != E4M3 and w.dtype not in WIDE_DTYPES:
         raise DtypeMismatch(f"{name} is {w.dtype}, expected bfloat16, float16, float32 or float8_e4m3fn")
@@ -147,10 +147,9 @@ def _as_float32(name: str, scales: torch.Tensor) -> torch.Tensor:
 
 
 def _by_unit(name: str, scales: torch.Tensor, w: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """Tell what the scales are of: the recipe that takes them, or "expert".
+    """Return the recipe that takes the scales, or "expert", and the scales as [experts, units, channels, blocks].
 
-    Returns the scales too, as [experts, units, channels, blocks]. A unit is 128 channels, which share blocks. The last
-    three have size 1 where a scale is of all.
+    A unit is 128 channels, which share blocks. The last three sizes are 1 where a scale is of all.
     """
     experts, channels, depth = w.shape
     units, blocks = channels // FP8_BLOCK, depth // FP8_BLOCK
