@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from tokenloom.inference.mega_moe import MegaMoE
     from tokenloom.ops.gemm import grouped_gemm_fp8, grouped_swiglu_fp8, interleave_gate_and_up
-    from tokenloom.ops.quant import dequantize_fp8, quantize_fp8, quantize_fp8_blocks
+    from tokenloom.ops.quant import WeightReport, dequantize_fp8, quantize_fp8, quantize_fp8_blocks, weights_for
     from tokenloom.ops.router import Router
     from tokenloom.plan import Activation, WeightLayout
     from tokenloom.training.data_parallel import clip_grad_norm_, data_parallel, split_parameters
@@ -56,6 +56,7 @@ _MODULE_OF = {
     "Router": "ops.router",
     "Strategy": "backends.seam",
     "WeightLayout": "plan",
+    "WeightReport": "ops.quant",
     "clip_grad_norm_": "training.data_parallel",
     "data_parallel": "training.data_parallel",
     "dequantize_fp8": "ops.quant",
@@ -67,6 +68,7 @@ _MODULE_OF = {
     "quantize_fp8_blocks": "ops.quant",
     "shard_state_dict": "training.state_dict",
     "split_parameters": "training.data_parallel",
+    "weights_for": "ops.quant",
 }
 
 __all__ = [
@@ -95,6 +97,7 @@ __all__ = [
     "Strategy",
     "TokenloomError",
     "WeightLayout",
+    "WeightReport",
     "__version__",
     "clip_grad_norm_",
     "data_parallel",
@@ -108,6 +111,7 @@ __all__ = [
     "shard_state_dict",
     "split_parameters",
     "tune",
+    "weights_for",
 ]
 
 

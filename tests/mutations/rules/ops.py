@@ -7,6 +7,7 @@ from tests.mutations.mutation import M
 # fmt: off
 ROUTING_TESTS = ("tests/ops/test_routing.py",)
 QUANT_TESTS = ("tests/ops/test_quant.py",)
+WEIGHTS_TESTS = ("tests/ops/quant/test_weights.py",)
 ROUTER_TESTS = ("tests/ops/test_router.py",)
 EXAMPLE_TESTS = ("tests/comm/test_dispatch.py::test_example",)
 SUM_TESTS = ("tests/ops/test_routing.py", "tests/comm/test_combine.py::test_sums_by_hand")
@@ -118,4 +119,39 @@ SLOTS = (
       "ops.quant.scale_layouts:lay_out_scales", "exponents << shifts", "exponents << shifts.flip(0)", *SCALE_TESTS),
 )
 
-MUTATIONS = SUMS + ROUTES + GRADIENTS + FP8 + ROUTERS + SLOTS
+CONVERT = "ops.quant.weights:_convert"
+
+WEIGHTS = (
+    M("smallest-scale", "converted weights take the smallest scale, so that codes overflow", CONVERT,
+      "scales.amax((2, 3), keepdim=True)", "scales.amin((2, 3), keepdim=True)", *WEIGHTS_TESTS),
+    M("rebased-by-any-ratio", "codes are multiplied by ratios that are no powers of two", CONVERT,
+      "(by_powers | (scales == 0)).flatten(2).all(2)", "(scales >= 0).flatten(2).all(2)", *WEIGHTS_TESTS),
+    M("one-power-is-enough", "channels are rebased if one of their scales is a power of two away", CONVERT,
+      "(by_powers | (scales == 0)).flatten(2).all(2)", "by_powers.flatten(2).any(2)", *WEIGHTS_TESTS),
+    M("zero-scales-are-no-powers", "scales of 0 let the other values be rounded again", CONVERT,
+      "by_powers | (scales == 0)", "by_powers", *WEIGHTS_TESTS),
+    M("lost-below-float32", "codes that vanish in float32 count as kept", CONVERT,
+      "(scales / largest).clamp_min(SMALLEST_RATIO)", "scales / largest", *WEIGHTS_TESTS),
+    M("nan-is-rounded", "values that are NaN count as rounded", CONVERT, "(after != values) & ~values.isnan()",
+      "after != values", *WEIGHTS_TESTS),
+    M("rounded-values-of-a-channel", "channels count for each of their rounded values", CONVERT,
+      "rounded.count_nonzero()", "rounded.sum()", *WEIGHTS_TESTS),
+    M("rounded-again-unasked", "weights are rounded a second time without leave", "ops.quant.weights:weights_for",
+      "values and not round_again", "False", *WEIGHTS_TESTS),
+    M("scales-of-nan-convert", "scales that are not finite are converted", "ops.quant.weights:weights_for",
+      "not (scales.isfinite() & (scales >= 0)).all()", "(scales < 0).any()", *WEIGHTS_TESTS),
+    M("another-bias-of-e8m0", "the bias of E8M0 is 126", "ops.quant.weights:_as_float32",
+      "exponents << MANTISSA_BITS", "exponents + 1 << MANTISSA_BITS", *WEIGHTS_TESTS),
+    M("byte-0-is-zero", "the least scale of E8M0 is 0", "ops.quant.weights:_as_float32",
+      "1 << MANTISSA_BITS - 1", "0", *WEIGHTS_TESTS),
+    M("nan-of-e8m0", "NaN in E8M0 is infinity", "ops.quant.weights:_as_float32", "(exponents == E8M0_NAN).any()",
+      "False", *WEIGHTS_TESTS),
+    M("nan-in-amax", "a NaN is the scale of the values beside it", "ops.quant.weights:_quantize_beside_nan",
+      "values.masked_fill(missing, 0)", "values", *WEIGHTS_TESTS),
+    M("float32-of-all-experts", "weights are widened for all experts together", "ops.quant.weights:_quantize_experts",
+      "enumerate(w)", "enumerate(w.float())", *WEIGHTS_TESTS),
+    M("channels-without-a-third-size", "scales [E, N, 1] are refused", "ops.quant.weights:_by_unit",
+      "shape in ([experts, channels], [experts, channels, 1])", "shape == [experts, channels]", *WEIGHTS_TESTS),
+)
+
+MUTATIONS = SUMS + ROUTES + GRADIENTS + FP8 + WEIGHTS + ROUTERS + SLOTS

@@ -1,0 +1,242 @@
+"""Weights of checkpoints, with the scales that a recipe takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch, require_type
+from tokenloom.ops.quant.fp8 import quantize_fp8, quantize_fp8_blocks, require_recipe
+from tokenloom.ops.quant.scale_layouts import MANTISSA_BITS
+from tokenloom.plan import FP8_BLOCK
+
+E4M3 = torch.float8_e4m3fn
+E4M3_NAN = 0x7F
+E8M0_NAN = 0xFF
+WIDE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Of weights without scales."""
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)
+
+SMALLEST_RATIO = 2.0**-20
+"""Least ratio of scales in use. It rounds all of E4M3 to zero, as smaller ones do, and its products fit float32."""
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """Account of how weights came to their scales.
+
+    Attributes:
+        origin: "as they were"; "repeated", of one scale for an expert; "quantised", from a wider dtype; "rebased
+            exactly", with other scales and the same values; or "rounded again".
+        num_channels: output channels of all experts.
+        num_values: weights of all experts.
+        num_rounded_channels: channels with a value that was rounded again.
+        num_rounded_values: values that are not what they were, because they were rounded again.
+    """
+
+    origin: str
+    num_channels: int
+    num_values: int
+    num_rounded_channels: int = 0
+    num_rounded_values: int = 0
+
+    def __str__(self) -> str:
+        if not self.num_rounded_values:
+            return self.origin
+        percent = 100 * self.num_rounded_values / self.num_values
+        return f"{self.origin}: {self.num_rounded_channels} of {self.num_channels} channels, {percent:.3g}% of values"
+
+
+@torch.no_grad()
+def weights_for(
+    recipe: str,
+    w: torch.Tensor,
+    w_scales: torch.Tensor | None = None,
+    *,
+    round_again: bool = False,
+    name: str = "w",
+) -> tuple[torch.Tensor, torch.Tensor, WeightReport]:
+    """Give weights the scales that a recipe takes: ``"block"``, one for 128 x 128 values, or ``"row"``, one a channel.
+
+    Scales of the recipe stay as they are. One scale for an expert is repeated, and its codes stay. Otherwise the 128
+    channels that share blocks are converted together:
+
+    - If their scales differ by powers of two, they take the largest, and the codes of the others are divided. That is
+      exact for codes that stay multiples of E4M3's smallest step, 2**-9. Others are rounded to nearest even.
+    - If their scales differ otherwise, the values are quantised anew from float32. That rounds nearly all of them.
+
+    A wider dtype is quantised as by ``quantize_fp8_blocks`` or ``quantize_fp8(recipe="row")``. Memory beside the
+    result is a few float32 copies of one expert.
+
+    Args:
+        recipe: "block" or "row".
+        w: float8_e4m3fn [E, N, K], or bfloat16, float16 or float32 without scales. N and K are multiples of 128.
+        w_scales: of FP8: [E, N / 128, K / 128], one for 128 x 128 values; [E, N] or [E, N, 1], one for each output
+            channel; [E], [E, 1] or [E, 1, 1], one for each expert; or [] or [1], one for all. float32, bfloat16,
+            float8_e8m0fnu, or uint8 with the bytes of the latter: b is 2**(b - 127).
+        round_again: round values a second time where the conversion needs it, instead of raising InvalidArgument.
+        name: of w in errors; that of the scales has ``_scales`` behind it.
+
+    Returns:
+        w: float8_e4m3fn [E, N, K], the one given if nothing had to change; scales: float32 [E, N / 128, K / 128] or
+        [E, N]; and a report. Both tensors are contiguous.
+
+    Raises:
+        InvalidArgument: the recipe is unknown; an argument is no tensor; a scale is NaN in E8M0, or must be converted
+            and is negative or not finite; or values would be rounded a second time.
+        ShapeMismatch: w is not [E, N, K], FP8 comes without scales, or the scales have another shape.
+        DtypeMismatch: w or its scales have another dtype, or weights of a wider dtype come with scales.
+        DeviceMismatch: the scales are on another device than w.
+    """
+    require_recipe(recipe)
+    _check(name, w, w_scales)
+    sizes = (w.shape[0] * w.shape[1], w.numel())
+    if w_scales is None:
+        return *_quantize_experts(recipe, w.detach()), WeightReport("quantised", *sizes)
+    scales_of, scales = _by_unit(f"{name}_scales", _as_float32(f"{name}_scales", w_scales.detach()), w)
+    if scales_of in (recipe, "expert"):
+        report = WeightReport("as they were" if scales_of == recipe else "repeated", *sizes)
+        return w.detach().contiguous(), _flatten(recipe, _spread(recipe, scales, w)), report
+    if not (scales.isfinite() & (scales >= 0)).all():
+        raise InvalidArgument(f"{name}_scales has values that are negative or not finite, which cannot be converted")
+    codes, scales, counts = _convert(recipe, w.detach(), scales)
+    channels, values = counts.tolist()
+    if values and not round_again:
+        raise InvalidArgument(
+            f"{name} has scales of recipe={scales_of!r}; for recipe={recipe!r}, {channels} of {sizes[0]} channels "
+            f"({values} of {sizes[1]} values) would be rounded a second time; pass round_again=True to allow it, or "
+            f"keep recipe={scales_of!r}"
+        )
+    report = WeightReport("rounded again" if values else "rebased exactly", *sizes, channels, values)
+    return codes, _flatten(recipe, scales), report
+
+
+def _check(name: str, w: torch.Tensor, w_scales: torch.Tensor | None) -> None:
+    """Raise an error for wrong types, dtypes, sizes of w and devices."""
+    require_type(name, w, torch.Tensor, "a torch.Tensor")
+    if w.dtype != E4M3 and w.dtype not in WIDE_DTYPES:
+        raise DtypeMismatch(f"{name} is {w.dtype}, expected bfloat16, float16, float32 or float8_e4m3fn")
+    if w.dim() != 3 or w.shape[1] % FP8_BLOCK or w.shape[2] % FP8_BLOCK or not w.numel():
+        raise ShapeMismatch(f"{name} is {list(w.shape)}, expected [E, N, K] with N and K multiples of {FP8_BLOCK}")
+    if w.dtype != E4M3:
+        if w_scales is not None:
+            raise DtypeMismatch(f"{name} is {w.dtype}, which has no scales; leave them out")
+        return
+    if w_scales is None:
+        raise ShapeMismatch(f"{name} is float8_e4m3fn, expected {name}_scales too")
+    require_type(f"{name}_scales", w_scales, torch.Tensor, "a torch.Tensor")
+    if w_scales.dtype not in SCALE_DTYPES:
+        raise DtypeMismatch(
+            f"{name}_scales is {w_scales.dtype}, expected float32 or bfloat16, or float8_e8m0fnu or uint8 for E8M0"
+        )
+    if w_scales.device != w.device:
+        raise DeviceMismatch(f"{name}_scales is on {w_scales.device}, expected {w.device}, where {name} is")
+
+
+def _as_float32(name: str, scales: torch.Tensor) -> torch.Tensor:
+    """Widen scales, which is exact."""
+    if scales.dtype in (torch.float32, torch.bfloat16):
+        return scales.float()
+    exponents = scales.view(torch.uint8).to(torch.int32)
+    if (exponents == E8M0_NAN).any():
+        raise InvalidArgument(f"{name} has the byte {E8M0_NAN}, which is NaN in E8M0")
+    # The exponents of float32 have the same bias, but 0 is for subnormals there: 2**-127 is half the smallest normal.
+    bits = torch.where(exponents > 0, exponents << MANTISSA_BITS, 1 << MANTISSA_BITS - 1)
+    return bits.view(torch.float32)
+
+
+def _by_unit(name: str, scales: torch.Tensor, w: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """Return the recipe that takes the scales, or "expert", and the scales as [experts, units, channels, blocks].
+
+    A unit is 128 channels, which share blocks. The last three sizes are 1 where a scale is of all.
+    """
+    experts, channels, depth = w.shape
+    units, blocks = channels // FP8_BLOCK, depth // FP8_BLOCK
+    shape = list(scales.shape)
+    if shape == [experts, units, blocks]:
+        return "block", scales.reshape(experts, units, 1, blocks)
+    if shape in ([experts, channels], [experts, channels, 1]):
+        return "row", scales.reshape(experts, units, FP8_BLOCK, 1)
+    if shape in ([experts], [experts, 1], [experts, 1, 1], [], [1]):
+        return "expert", scales.reshape(-1, 1, 1, 1).expand(experts, 1, 1, 1)
+    raise ShapeMismatch(
+        f"{name} is {shape} for weights {list(w.shape)}, expected {[experts, units, blocks]}, one for {FP8_BLOCK} x "
+        f"{FP8_BLOCK} values; {[experts, channels]} or {[experts, channels, 1]}, one for each output channel; "
+        f"{[experts]}, {[experts, 1]} or {[experts, 1, 1]}, one for each expert; or [] or [1], one for all"
+    )
+
+
+def _spread(recipe: str, scales: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Repeat scales by unit for the channels of recipe "row", or the blocks of recipe "block"."""
+    experts, channels, depth = w.shape
+    sizes = (FP8_BLOCK, 1) if recipe == "row" else (1, depth // FP8_BLOCK)
+    return scales.expand(experts, channels // FP8_BLOCK, *sizes).contiguous()
+
+
+def _flatten(recipe: str, scales: torch.Tensor) -> torch.Tensor:
+    """Give scales by unit the shape that the recipe takes."""
+    return scales.flatten(1) if recipe == "row" else scales.squeeze(2)
+
+
+def _quantize(recipe: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantize_fp8(values, recipe="row") if recipe == "row" else quantize_fp8_blocks(values)
+
+
+def _quantize_experts(recipe: str, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise expert by expert: a float32 copy of all would take four times the memory of the result."""
+    codes = torch.empty(w.shape, dtype=E4M3, device=w.device)
+    scales = []
+    for expert, values in enumerate(w):
+        codes[expert], found = _quantize(recipe, values)
+        scales.append(found)
+    return codes, torch.stack(scales)
+
+
+def _convert(recipe: str, w: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Convert FP8 to the other recipe.
+
+    Args:
+        scales: by unit.
+
+    Returns:
+        The codes; the new scales, by unit; and int64 [2] on w's device: channels and values that were rounded.
+    """
+    largest = scales.amax((2, 3), keepdim=True)
+    # A scale of 0 makes zeros of all codes, whatever the others are.
+    ratios = torch.where(scales > 0, (scales / largest).clamp_min(SMALLEST_RATIO), 0)
+    by_powers = torch.frexp(scales).mantissa == torch.frexp(largest).mantissa
+    can_rebase = (by_powers | (scales == 0)).flatten(2).all(2).cpu()  # one wait, not one for each expert
+    new_scales = _spread(recipe, largest, w).clone()
+    codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device).unflatten(1, (-1, FP8_BLOCK))
+    counts = torch.zeros(2, dtype=torch.int64, device=w.device)
+    for expert, rebased in enumerate(can_rebase):
+        units = w[expert].view(torch.uint8).unflatten(0, (-1, FP8_BLOCK))  # torch indexes no FP8
+        for chosen in (rebased.nonzero().flatten(), (~rebased).nonzero().flatten()):
+            if not len(chosen):
+                continue
+            factors = ratios if rebased[chosen[0]] else scales
+            values = _multiply(units[chosen].view(E4M3), factors[expert, chosen])
+            if factors is ratios:
+                found = values.to(E4M3)
+                after = found.float()
+            else:
+                found, of_chosen = _quantize_beside_nan(recipe, values)
+                new_scales[expert, chosen] = of_chosen.reshape(len(chosen), *new_scales.shape[2:])
+                after = _multiply(found, new_scales[expert, chosen])
+            codes[expert, chosen] = found.view(torch.uint8)
+            rounded = ((after != values) & ~values.isnan()).sum(-1)
+            counts += torch.stack([rounded.count_nonzero(), rounded.sum()])
+    return codes.flatten(1, 2).view(E4M3), new_scales, counts
+
+
+def _multiply(codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Multiply units of codes [n, 128, K] in float32 by factors [n, 128 or 1, K / 128 or 1]."""
+    return codes.float().unflatten(-1, (-1, FP8_BLOCK)).mul_(factors[..., None]).flatten(-2)
+
+
+def _quantize_beside_nan(recipe: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise, and keep a NaN from the values that share its scale."""
+    missing = values.isnan()
+    codes, scales = _quantize(recipe, values.masked_fill(missing, 0))
+    return codes.view(torch.uint8).masked_fill_(missing, E4M3_NAN).view(E4M3), scales
