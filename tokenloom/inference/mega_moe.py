@@ -30,7 +30,7 @@ from tokenloom.ops.gemm import (
     gated_activation,
     interleave_gate_and_up,
 )
-from tokenloom.ops.quant import quantize_fp8, quantize_fp8_blocks, require_recipe
+from tokenloom.ops.quant import WeightReport, require_recipe, weights_for
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.runtime.rendezvous import agree
 
@@ -173,6 +173,7 @@ class MegaMoE:
         self.weights: tuple[torch.Tensor, ...] = ()
         self.biases: Biases = (None, None)
         self._weights_are_ours = False
+        self._weight_reports: tuple[WeightReport, ...] = ()
         self._device, self._dtypes = self.comm.device, self.comm.engine.capabilities.dtypes
         self.after_stage: Callable[[str], None] | None = None
 
@@ -203,6 +204,7 @@ class MegaMoE:
         w1_bias: torch.Tensor | None = None,
         w2_bias: torch.Tensor | None = None,
         weight_layout: WeightLayout = PLAIN_WEIGHTS,
+        round_again: bool = False,
     ) -> None:
         """Copy this rank's experts, with gates and ups of w1 in turn. Captured graphs use the new values too.
 
@@ -213,15 +215,19 @@ class MegaMoE:
             w1: [L, 2I, H], gates first, then ups. bfloat16, float16 and float32 are quantised by the layer's recipe;
                 float8_e4m3fn comes with scales.
             w2: [L, H, I], of the same dtype.
-            w1_scales: float32 [L, 2I / 128, H / 128] beside FP8, else None. Recipe "row": [L, 2I].
-            w2_scales: float32 [L, H / 128, I / 128] beside FP8, else None. Recipe "row": [L, H].
+            w1_scales: beside FP8, else None: [L, 2I / 128, H / 128], [L, 2I], [L] or [], float32, bfloat16 or E8M0, as
+                ``weights_for`` takes them and converts them to the layer's recipe.
+            w2_scales: likewise [L, H / 128, I / 128], [L, H], [L] or [].
             w1_bias: [L, 2I], in the order of w1's rows, float32 or narrower, or None.
             w2_bias: [L, H], or None.
-            weight_layout: how w1, w2, their scales and w1_bias lie, where it is not as above. The scales of
+            weight_layout: how w1, w2, their scales and w1_bias lie, where it is not as above. Block scales of
                 interleaved FP8 would be of gates and ups together, so those are refused.
+            round_again: round FP8 values a second time where the recipe needs other scales than they have, and
+                these do not convert exactly. ``describe()`` says how many were. Otherwise that is an error.
 
         Raises:
-            InvalidArgument: the layout interleaves FP8; weights that were loaded before had other biases than these.
+            InvalidArgument: the layout interleaves FP8 with block scales; values would be rounded a second time;
+                weights that were loaded before had other biases than these.
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
         """
         local, hidden, width = self._num_local, self.comm.plan.hidden, self.intermediate
@@ -231,30 +237,30 @@ class MegaMoE:
         for name, tensor in {"w1": w1, "w2": w2, **optional}.items():
             if not isinstance(tensor, torch.Tensor) and not (name in optional and tensor is None):
                 raise InvalidArgument(f"{name} is {a_type(tensor)}, expected a torch.Tensor")
-        by_row = self._recipe == "row"
-        if weight_layout.interleaved and w1.dtype == FP8 and not by_row:
+        interleaved, blocks = weight_layout.interleaved, [local, 2 * width // BLOCK, hidden // BLOCK]
+        of_blocks = w1_scales is not None and sorted(w1_scales.shape) == sorted(blocks)  # transposed or not
+        if interleaved and w1.dtype == FP8 and of_blocks:
             raise InvalidArgument(
                 "w1 is FP8 and interleaved: its scales are of gates and ups together, but kernels take a scale for "
-                "128 gates and one for 128 ups; give bfloat16 weights"
+                "128 gates and one for 128 ups; give bfloat16 weights, or scales of channels"
             )
-        w1, w2 = as_plain(w1, weight_layout, weight_layout.interleaved), as_plain(w2, weight_layout)
-        w1_scales = None if w1_scales is None else as_plain(w1_scales, weight_layout, weight_layout.interleaved)
+        w1, w2 = as_plain(w1, weight_layout, interleaved), as_plain(w2, weight_layout)
+        if w1_scales is not None:
+            of_channels = w1_scales.numel() == local * 2 * width
+            w1_scales = as_plain(w1_scales, weight_layout)
+            w1_scales = as_plain(w1_scales, PLAIN_WEIGHTS, interleaved and of_channels)
         w2_scales = None if w2_scales is None else as_plain(w2_scales, weight_layout)
-        w1_bias = None if w1_bias is None else as_plain(w1_bias, PLAIN_WEIGHTS, weight_layout.interleaved)
-        if w1.dtype != FP8:
-            if w1.dtype not in DTYPES:
-                raise DtypeMismatch(f"w1 is {w1.dtype}, expected bfloat16, float16, float32 or float8_e4m3fn")
-            if w1_scales is not None or w2_scales is not None:
-                raise DtypeMismatch(f"w1 is {w1.dtype}, which has no scales; leave them out")
-            check_tensor("w1", w1, w1.dtype, [local, 2 * width, hidden], self.comm.device)
-            check_tensor("w2", w2, w1.dtype, [local, hidden, width], self.comm.device)
-            (w1, w1_scales), (w2, w2_scales) = (
-                quantize_fp8(each, recipe="row") if by_row else quantize_fp8_blocks(each) for each in (w1, w2)
-            )
-        if w1_scales is None or w2_scales is None:
-            raise ShapeMismatch("w1 and w2 are float8_e4m3fn, expected w1_scales and w2_scales too")
-        self._check_weights(w1, w1_scales, w2, w2_scales)
-        if by_row:  # in the order of w1's rows
+        w1_bias = None if w1_bias is None else as_plain(w1_bias, PLAIN_WEIGHTS, interleaved)
+        if w1.dtype == FP8:
+            if w1_scales is None or w2_scales is None:
+                raise ShapeMismatch("w1 and w2 are float8_e4m3fn, expected w1_scales and w2_scales too")
+        elif w1_scales is not None or w2_scales is not None:
+            raise DtypeMismatch(f"w1 is {w1.dtype}, which has no scales; leave them out")
+        check_tensor("w1", w1, w1.dtype, [local, 2 * width, hidden], self.comm.device)
+        check_tensor("w2", w2, w1.dtype, [local, hidden, width], self.comm.device)
+        w1, w1_scales, of_w1 = weights_for(self._recipe, w1, w1_scales, round_again=round_again, name="w1")
+        w2, w2_scales, of_w2 = weights_for(self._recipe, w2, w2_scales, round_again=round_again, name="w2")
+        if self._recipe == "row":  # in the order of w1's rows
             w1_scales = interleave_gate_and_up(w1_scales[..., None])[..., 0].contiguous()
         given = (interleave_gate_and_up(w1), w1_scales, w2, w2_scales)
         biases = self._float32_biases(w1_bias, w2_bias)
@@ -268,6 +274,7 @@ class MegaMoE:
             w1_bias, w2_bias = biases
             self.use_weights(*(tensor.clone() for tensor in given), w1_bias=w1_bias, w2_bias=w2_bias)
             self._weights_are_ours = True
+        self._weight_reports = (of_w1, of_w2)
 
     def _float32_biases(self, w1_bias: torch.Tensor | None, w2_bias: torch.Tensor | None) -> Biases:
         """Check the biases of weights with gates first, and return new ones as kernels take them."""
@@ -317,7 +324,7 @@ class MegaMoE:
                 check_aligned(name, bias)
         weights, biases = (w1, w1_scales, w2, w2_scales), (w1_bias, w2_bias)
         self._experts.use_weights(weights, biases)  # first: it may raise
-        self.weights, self.biases, self._weights_are_ours = weights, biases, False
+        self.weights, self.biases, self._weights_are_ours, self._weight_reports = weights, biases, False, ()
 
     def _check_weights(
         self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor
