@@ -40,6 +40,9 @@ def cpu_ranks(ranks: Ranks) -> Ranks:
     return ranks
 
 
+NO_MEMORY = mock.patch.object(torch.cuda, "mem_get_info", return_value=(0, 0))
+
+
 class FakeClock:
     """Keeps who was called, in order; a sample is its number."""
 
@@ -206,7 +209,7 @@ def test_deep_gemm_is_called_as_it_wants(context: RankContext) -> None:
     """The sizes in its order, x in FP8 with scales in its buffer, its own transformation of weights, destroyed in the
     end: a stand-in for it checks them. What the true one does needs it, and GPUs."""
     generator = torch.Generator().manual_seed(context.rank)
-    with fake_deep_gemm():
+    with fake_deep_gemm(), NO_MEMORY, mock.patch.object(torch.cuda, "synchronize"):
         weights = make_weights(SHAPE, context)
         rival = deep_gemm.DeepGemm(context.group, SHAPE, 40, weights[:2], weights[2:])
         for num_tokens in (40, 3):
@@ -292,7 +295,9 @@ def measure_with_stand_ins(context: RankContext, against: Sequence[str]) -> list
         mock.patch.object(mega, "MegaMoE", FakeMega),
         mock.patch.object(clock, "capture", fake_capture),
         mock.patch.object(clock, "one_replay", fake_replay),
+        mock.patch.object(clock, "replays_us", return_value=60.0),
         mock.patch.object(torch.cuda, "synchronize", return_value=None),
+        NO_MEMORY,
         mock.patch.object(torch.cuda, "Event", FakeEvent),
         fake_deep_gemm(),
     ]
@@ -313,12 +318,14 @@ def test_a_whole_run_on_stand_ins(cpu_ranks: Ranks, against: list[str]) -> None:
             ours = each.layers[mega.OURS].samples
             assert ours["graph"] == [7.0] * 4
             assert len(ours["events"]) == 4
-            assert list(ours) == [*mega.CLOCKS, *STAGES]
+            assert ours["steady"] == [60.0 / clock.GRAPH_CALLS] * 2
+            assert set(ours) == {*mega.CLOCKS, *STAGES}
             assert all(ours[stage] == pytest.approx([1.0] * 4) for stage in STAGES)
             assert list(each.layers) == [mega.OURS, *against]
             for name in against:
                 other = each.layers[name]
                 assert (other.samples["graph"], other.why_not, list(other.samples)) == ([7.0] * 4, "", [*mega.CLOCKS])
+                assert len(other.samples["steady"]) == 2
                 assert len(other.samples["events"]) == 4
                 assert other.difference is not None
                 if name == "deep_gemm":
@@ -355,5 +362,5 @@ def test_either_name_of_its_buffer_will_do() -> None:
 
 
 def test_an_unknown_layer_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="against is 'somebody', expected one of deep_gemm, composed"):
+    with pytest.raises(InvalidArgument, match="against is 'somebody', expected one of deep_gemm, row, composed"):
         mega.load(["somebody"], SHAPE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,13 @@ import torch.distributed as dist
 from tokenloom.runtime.processes import RankContext
 from tokenloom.tune.samples import call_us
 
+Made = TypeVar("Made")
 GRAPH_CALLS = 10
 """Calls in a captured graph. Even, because dispatches alternate between two receive buffers: each replay then starts
 with the buffer that the one before started with."""
+STEADY_WARM_S, STEADY_S = 0.6, 0.8
+"""Replays without a pause before a steady sample, and those of it. A GPU at its power limit lowers its clock within
+tens of milliseconds; behind a pause a call is up to 16% faster (microbench/notebook/gemm.md)."""
 EAGER_CALLS = 2
 """Calls before a capture, which may neither compile nor allocate: one for each receive buffer."""
 
@@ -23,11 +27,28 @@ def one_call(context: RankContext, call: Callable[[], Any], queued: bool = False
     return call_us(context.group, context.device, call, queued)
 
 
-def warm_up(call: Callable[[], Any]) -> None:
-    """Make the calls that a capture needs before it, and wait for them. Collective if the call is."""
-    for _ in range(EAGER_CALLS):
-        call()
+def warm_up(call: Callable[[], Any]) -> int:
+    """Make the calls that a capture needs before it, and wait for them. Collective if the call is.
+
+    Returns:
+        Bytes of memory that they have taken and not given back.
+    """
+
+    def calls() -> None:
+        for _ in range(EAGER_CALLS):
+            call()
+
+    return taken_bytes(calls)[1]
+
+
+def taken_bytes(make: Callable[[], Made]) -> tuple[Made, int]:
+    """Return what is made, and the bytes of GPU memory that it takes."""
+    torch.cuda.empty_cache()
+    before, _ = torch.cuda.mem_get_info()
+    made = make()
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return made, before - torch.cuda.mem_get_info()[0]
 
 
 def capture(call: Callable[[], Any], calls: int = GRAPH_CALLS) -> torch.cuda.CUDAGraph:
@@ -59,6 +80,19 @@ def one_replay(context: RankContext, graph: torch.cuda.CUDAGraph, calls: int = G
     return start.elapsed_time(end) * 1e3 / calls
 
 
+def replays_us(graph: torch.cuda.CUDAGraph, warm: int, timed: int) -> float:
+    """Microseconds of one of the timed replays, which follow those that warm up, all without a pause."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(warm):
+        graph.replay()
+    start.record()
+    for _ in range(timed):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / timed
+
+
 FLUSHED_L2S = 4
 """Size of what is overwritten before a cold sample, in sizes of L2. More than two, because L2 need not evict the
 oldest lines."""
@@ -74,7 +108,7 @@ class Clock:
     """
 
     def __init__(self, context: RankContext, cold: bool) -> None:
-        self.context = context
+        self.context, self.cold = context, cold
         self.calls = 1 if cold else GRAPH_CALLS
         self._overwritten: torch.Tensor | None = None
         if cold:
@@ -94,6 +128,13 @@ class Clock:
         """Microseconds of one of the calls in a graph of :meth:`capture`."""
         self.cool()
         return one_replay(self.context, graph, self.calls)
+
+    def steady_us(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Microseconds of one of the calls in a graph, in replays that follow each other without a pause."""
+        one_us = torch.tensor(self.replay_us(graph) * self.calls, dtype=torch.float64, device=self.context.device)
+        dist.all_reduce(one_us, op=dist.ReduceOp.MAX, group=self.context.group)  # as many replays on all ranks
+        warm, timed = (int(seconds * 1e6 / float(one_us)) + 1 for seconds in (STEADY_WARM_S, STEADY_S))
+        return replays_us(graph, warm, timed) / self.calls
 
     def call_us(self, call: Callable[[], Any]) -> float:
         """Microseconds of an eager call."""

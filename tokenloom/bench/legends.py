@@ -21,12 +21,13 @@ COMM_KINDS = {
 """By kind of row."""
 
 MEGA = (
-    "p50 and p99 of one call, of the slowest rank of each sample, in a replayed CUDA graph of {calls}; events: p50 "
-    "around one call. TFLOP/s: of all ranks' routes and shared experts, per rank. HBM: the weights of the experts "
-    "that have a token, on the rank that has most such experts; NVLink: what leaves the busiest rank, a row for each "
-    "route there and back; both per p50. Floor: the largest of those weights at {hbm:,.0f} GB/s, the arithmetic of "
-    "the busiest rank at {tflops:,.0f} TFLOP/s, and what leaves the busiest rank at {link:,.0f} GB/s. Stages: of the "
-    "slowest rank of each, in a graph of one call."
+    "p50 of one call, of the slowest rank of each sample, in a replayed CUDA graph of {calls}; steady: the same in "
+    "replays without a pause, where the GPU is at its power limit; events: p50 around one call. TFLOP/s: of all "
+    "ranks' routes and shared experts, per rank. HBM: the weights of the experts that have a token, on the rank "
+    "that has most such experts; NVLink: what leaves the busiest rank, a row for each route there and back; both "
+    "per p50. Floor: the largest of those weights at {hbm:,.0f} GB/s, the arithmetic of the busiest rank at "
+    "{tflops:,.0f} TFLOP/s, and what leaves the busiest rank at {link:,.0f} GB/s. Taken: memory of calls of most "
+    "tokens beside weights. Stages: of the slowest rank of each, in a graph of one call."
 )
 MEGA_COLD = "Cold: L2 was overwritten before each sample, so weights come from HBM."
 MEGA_OTHERS = "GB/s count for all what ours moves. Times ours: a layer's time over ours, above 1 where ours is faster."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,8 +34,8 @@ from tokenloom.runtime.processes import RankContext
 OURS = "tokenloom"
 INPUT = "bfloat16"
 """Dtype of our x."""
-CLOCKS = ("graph", "events")
-"""A call in a replay, and an eager one. What else is timed of a layer are its stages."""
+CLOCKS = ("graph", "events", "steady")
+"""A call in a replay, an eager one, and one of replays without a pause. All else that is timed are stages."""
 NAMED_SIZES = (
     ("ep", "num_ranks"),
     ("t", "num_tokens"),
@@ -49,7 +49,7 @@ NAMED_SIZES = (
 
 
 def make_mega(
-    group: dist.ProcessGroup, shape: MegaShape, max_tokens: int, device: torch.device, backend: str = "nvlink"
+    group: dist.ProcessGroup, shape: MegaShape, max_tokens: int, device: torch.device, **options: Any
 ) -> MegaMoE:
     """The layer of these sizes, without weights. Collective."""
     return MegaMoE(
@@ -61,19 +61,18 @@ def make_mega(
         max_tokens_per_rank=max_tokens,
         num_shared_experts=shape.num_shared_experts,
         device=device,
-        backend=backend,
+        **options,
     )
 
 
-class Composed:
-    """MegaMoE as calls that anybody could make: dispatch, grouped GEMMs, combine; like :class:`DeepGemm`."""
+class OtherMega:
+    """Another MegaMoE than the one that is measured first; like :class:`DeepGemm`."""
 
-    about: ClassVar[str] = (
-        "composed is MegaMoE(backend='composed'): dispatch, grouped GEMMs and combine, whose host reads how many rows "
-        "have come"
-    )
+    about: ClassVar[str]
     input: ClassVar[str] = INPUT
-    most_difference: ClassVar[float] = 1e-3
+    most_difference: ClassVar[float]
+    buffer_bytes: ClassVar[int] = 0
+    options: ClassVar[dict[str, str]]
 
     @staticmethod
     def load(shape: MegaShape) -> str | None:
@@ -83,9 +82,8 @@ class Composed:
     def __init__(
         self, group: dist.ProcessGroup, shape: MegaShape, max_tokens: int, l1_weights: Weights, l2_weights: Weights
     ) -> None:
-        w1, w1_scales = l1_weights
-        self._mega = make_mega(group, shape, max_tokens, w1.device, "composed")
-        self._mega.use_weights(interleave_gate_and_up(w1), w1_scales, *l2_weights)
+        self._mega = make_mega(group, shape, max_tokens, l1_weights[0].device, **self.options)
+        self._take_weights(l1_weights, l2_weights)
 
     def prepared_call(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
@@ -93,15 +91,41 @@ class Composed:
         """Return the layer on these inputs."""
         return lambda: self._mega(x, topk_ids, topk_weights, out=out)
 
+    def _take_weights(self, l1_weights: Weights, l2_weights: Weights) -> None:
+        w1, w1_scales = l1_weights
+        self._mega.use_weights(interleave_gate_and_up(w1), w1_scales, *l2_weights)
+
     def close(self) -> None:
         """Raise what its calls have left behind, and release its buffers."""
         self._mega.check()
         self._mega.close()
 
 
-Other = DeepGemm | Composed
+class Composed(OtherMega):
+    """MegaMoE as calls that anybody could make: dispatch, grouped GEMMs, combine."""
+
+    about = (
+        "composed is MegaMoE(backend='composed'): dispatch, grouped GEMMs and combine, whose host reads how many rows "
+        "have come"
+    )
+    most_difference = 1e-3
+    options: ClassVar[dict[str, str]] = {"backend": "composed"}
+
+
+class ByRow(OtherMega):
+    """MegaMoE with a scale for each row and each channel."""
+
+    about = "row is MegaMoE(recipe='row'), with weights that were rounded again to scales of channels"
+    most_difference = 5e-3  # of two quantisations of all operands
+    options: ClassVar[dict[str, str]] = {"recipe": "row"}
+
+    def _take_weights(self, l1_weights: Weights, l2_weights: Weights) -> None:
+        self._mega.load_weights(l1_weights[0], l2_weights[0], l1_weights[1], l2_weights[1], round_again=True)
+
+
+Other = DeepGemm | OtherMega
 """A layer beside ours. DeepGemm says what each of them has."""
-OTHERS: dict[str, type[DeepGemm] | type[Composed]] = {"deep_gemm": DeepGemm, "composed": Composed}
+OTHERS: dict[str, type[DeepGemm] | type[OtherMega]] = {"deep_gemm": DeepGemm, "row": ByRow, "composed": Composed}
 
 
 def load(names: Sequence[str], shape: MegaShape) -> dict[str, str | None]:
@@ -124,10 +148,12 @@ class MegaFound:
         layers: everybody by name, OURS first; the difference is by
             :func:`tokenloom.compat.deep_gemm.testing.calc_diff`.
         traced: times of a call of ours by itself, if it was asked for.
+        taken_gb: memory that a layer takes for calls of most tokens, beside its weights, by name.
     """
 
     layers: dict[str, Measured]
     traced: MegaTimes | None = None
+    taken_gb: dict[str, float] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -155,11 +181,12 @@ def measure_on_rank(
         others = {name: OTHERS[name](context.group, shape, max(tokens), *weights) for name in against}
         w1 = interleave_gate_and_up(w1)
         mega.use_weights(w1, w1_scales, w2, w2_scales)
+        taken_gb: dict[str, float] = {}
         for i, num_tokens in enumerate(tokens):
             if context.rank == 0:
                 context.report(f"{num_tokens} tokens on every rank")
             last = i == len(tokens) - 1
-            found.append(_measure(clock, mega, others, shape, num_tokens, iterations, traced and last))
+            found.append(_measure(clock, mega, others, shape, num_tokens, iterations, traced and last, taken_gb))
         # Only now: after a failure the others may never reach a collective.
         for other in others.values():
             other.close()
@@ -226,7 +253,9 @@ def _measure(
     num_tokens: int,
     iterations: int,
     traced: bool,
+    taken_gb: dict[str, float],
 ) -> MegaFound:
+    """Measure one number of tokens. ``taken_gb`` is filled at first calls, which make all buffers."""
     context = clock.context
     generator = torch.Generator(context.device).manual_seed(context.rank)
     drawn: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": context.device}
@@ -239,20 +268,28 @@ def _measure(
     def call() -> None:
         mega(x, ids, weights, out=out)
 
-    clocks.warm_up(call)
+    taken = clocks.warm_up(call)
+    taken_gb.setdefault(OURS, taken / 1e9)
     ours = MegaLayer(call, out, clock.capture(call))
     staged = StagedGraph(clock, mega, call)
-    layers = {OURS: ours} | {name: _of_other(clock, other, x, ids, weights) for name, other in others.items()}
+    layers = {OURS: ours}
+    for name, other in others.items():
+        layers[name], taken = _of_other(clock, other, x, ids, weights)
+        taken_gb.setdefault(name, taken / 1e9)
     measured = {name: Measured(why_not=each.why_not) for name, each in layers.items()}
     take_turns(
         contestants(clock, layers, measured) | {"stages": Contestant(staged.sample, measured[OURS])}, iterations
     )
+    for name in [*layers, *reversed(layers)] if not clock.cold else []:
+        graph = layers[name].graph
+        if graph is not None:
+            measured[name].samples.setdefault("steady", []).append(clock.steady_us(graph))
     for name, each in layers.items():
         if name != OURS:
             measured[name] = replace(measured[name], difference=calc_diff(ours.output(clock), each.output(clock)))
     times = _traced_call(clock, mega, call) if traced else None
     mega.check()
-    return MegaFound(measured, times)
+    return MegaFound(measured, times, taken_gb)
 
 
 def contestants(
@@ -274,11 +311,14 @@ def _sample(what: str, take_us: Callable[[Any], float], given: Any) -> Sample:
     return {what: take_us(given)}
 
 
-def _of_other(clock: Clock, other: Other, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> MegaLayer:
+def _of_other(
+    clock: Clock, other: Other, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> tuple[MegaLayer, int]:
+    """The layer, and bytes of memory that its calls have taken beside weights."""
     out = torch.empty_like(x)
     call = other.prepared_call(x, ids, weights, out)
-    clocks.warm_up(call)
-    return MegaLayer(call, out, *try_capture(clock, call, out))
+    taken = other.buffer_bytes + clocks.warm_up(call)
+    return MegaLayer(call, out, *try_capture(clock, call, out)), taken
 
 
 def _traced_call(clock: Clock, mega: MegaMoE, call: Callable[[], Any]) -> MegaTimes:
@@ -299,6 +339,8 @@ class MegaRow:
         name: mega[/other layer]/ranks/tokens/hidden/intermediate/experts/top-k[/shared experts]/clock[/cold].
         who: "tokenloom", or the other layer's name.
         p50_us, p99_us, slowest_rank: time of a call, by the clock in the name.
+        steady_us: the same without pauses, where a GPU is at its power limit; None without a graph, or cold.
+        taken_gb: memory that calls of most tokens take beside weights, on the rank that takes most.
         tflops: rate per rank, per p50.
         hbm_gbytes_per_s: weights of the experts that have a token, on the rank with most such experts, per p50.
         nvlink_gbytes_per_s: what leaves the busiest rank when ours runs, per p50.
@@ -316,6 +358,8 @@ class MegaRow:
     p99_us: float
     slowest_rank: int
     events_us: float
+    steady_us: float | None
+    taken_gb: float
     tflops: float
     hbm_gbytes_per_s: float
     nvlink_gbytes_per_s: float
@@ -343,6 +387,7 @@ def make_rows(
         found = [each.layers[who] for each in by_rank]
         its_input = INPUT if who == OURS else OTHERS[who].input
         row = _make_row(who, needed, cold, common | {"x": its_input}, found)
+        row = replace(row, taken_gb=max(each.taken_gb.get(who, 0.0) for each in by_rank))
         if who != OURS:
             same_clock = rows[0].p50_us if row.setup["clock"] == "graph" else rows[0].events_us
             # numpy's maximum keeps NaN, which is the largest difference of all.
@@ -365,6 +410,8 @@ def _make_row(who: str, needed: Work, cold: bool, common: dict[str, Any], by_ran
         p99_us=p99,
         slowest_rank=slowest_rank,
         events_us=times["events"][0],
+        steady_us=times["steady"][0] if "steady" in times else None,
+        taken_gb=0.0,
         tflops=needed.flops / p50 / 1e6,
         hbm_gbytes_per_s=needed.weight_bytes / p50 / 1e3,
         nvlink_gbytes_per_s=needed.sent_bytes / p50 / 1e3,
@@ -409,18 +456,18 @@ def table(rows: Sequence[MegaRow]) -> Table:
     """All rows, for people. Names of layers and a comparison appear only where there are others than ours."""
     others = any(row.who != OURS for row in rows)
     stages = list(rows[0].stages_us) if rows else []
-    headers = ["tokens", *(["layer"] if others else []), "p50\nµs", "p99\nµs", "events\nµs", "TFLOP\n/s"]
-    headers += ["HBM\nGB/s", "NVLink\nGB/s", "floor\nµs", "times\nfloor", *(["times\nours"] if others else [])]
+    headers = ["tokens", *(["layer"] if others else []), "p50\nµs", "steady\nµs", "events\nµs", "TFLOP\n/s"]
+    headers += ["HBM\nGB/s", "NVLink\nGB/s", "floor\nµs", "taken\nGB", *(["times\nours"] if others else [])]
     headers += [f"{stage}\nµs" for stage in stages]
     # With two more columns it takes all of a console 120 wide.
     result = make_table(headers, left=(), padding=(0, 0 if others else 1, 0, 0))
     for row in rows:
-        numbers = (row.p50_us, row.p99_us, row.events_us, row.tflops, row.hbm_gbytes_per_s, row.nvlink_gbytes_per_s)
+        numbers = (row.p50_us, row.steady_us, row.events_us, row.tflops, row.hbm_gbytes_per_s, row.nvlink_gbytes_per_s)
         cells = [str(row.setup["num_tokens"])]
         if others:
             cells.append(row.who if row.setup["clock"] == "graph" else f"{row.who}, events")
-        cells += [f"{value:,.0f}" for value in (*numbers, row.floor_us)]
-        cells.append("-" if row.times_floor is None else f"{row.times_floor:.2f}")
+        cells += ["-" if value is None else f"{value:,.0f}" for value in (*numbers, row.floor_us)]
+        cells.append(f"{row.taken_gb:.2f}")
         if others:
             cells.append("" if row.times_ours is None else f"{row.times_ours:.2f}")
         cells += [f"{row.stages_us[stage]:,.0f}" if stage in row.stages_us else "" for stage in stages]

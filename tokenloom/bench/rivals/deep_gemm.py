@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.bench import PackageMissing
+from tokenloom.bench.clock import taken_bytes
 from tokenloom.bench.mega_work import MegaShape
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops.quant import quantize_fp8
@@ -64,6 +65,7 @@ class DeepGemm:
         about: what readers of its numbers have to know.
         input: dtype of its x.
         most_difference: limit for ``calc_diff`` of its output and ours.
+        buffer_bytes: memory that its constructor takes beside weights.
     """
 
     about: ClassVar[str] = (
@@ -86,7 +88,7 @@ class DeepGemm:
         self._weights = module.transform_weights_for_mega_moe_sm90(l1_weights, l2_weights)
         make = getattr(module, next(name for name in BUFFERS if hasattr(module, name)))
         sizes = (shape.num_experts, max_tokens, shape.top_k, shape.hidden, shape.intermediate)
-        self._buffer = make(group, *sizes)
+        self._buffer, self.buffer_bytes = taken_bytes(lambda: make(group, *sizes))
 
     def prepared_call(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor

@@ -164,7 +164,7 @@ def mega(
         text_option(
             "--against",
             "NAME",
-            "Also measure this layer in turns with ours, deep_gemm or composed. Can be given twice.",
+            "Also measure this layer in turns with ours: deep_gemm, row or composed. Can be given several times.",
         ),
     ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Overwrite L2 before each sample, which is one call.")] = False,
