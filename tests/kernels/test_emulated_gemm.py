@@ -12,7 +12,7 @@ from tests.ops.grouped_operands import assert_close, expected, operands
 from tests.support import emulator
 from tests.support.emulator.gemm import one_gpu
 from tokenloom.kernels.gemm import launch
-from tokenloom.kernels.gemm.launch import GroupedGemmVariant, SwigluFp8Epilogue
+from tokenloom.kernels.gemm.launch import GroupedGemmVariant, RescaleRowsVariant, SwigluFp8Epilogue
 from tokenloom.ops import gemm
 from tokenloom.ops.quant import dequantize_fp8
 from tokenloom.plan import RECIPES, align_up
@@ -55,18 +55,19 @@ def test_activations_with_a_scale_per_row(name: str, claims: bool) -> None:
     n = 2 * align_up(n, 512)  # two pairs of tiles, which two clusters may take
     a, a_scales, w1, w1_scales, offsets = operands(counts, n, k, "cpu", recipe="row")
     a_scales /= a_scales.mean() * k**0.5 * w1_scales.mean() * 448 * 200
-    rows, places = sum(counts), launch.tile_places(sum(counts), len(counts))
+    rows = sum(counts)
     epilogue = SwigluFp8Epilogue(power_of_two_scales=True)
     kernel: Any = EmulatedKernel(
         GroupedGemmVariant(*w1.shape, epilogue=epilogue, claims=claims, recipe="row").spec(), 0
     )
-    claimed, stored = torch.zeros(1, dtype=torch.int32), torch.zeros(places, dtype=torch.int32)
+    rescale: Any = EmulatedKernel(RescaleRowsVariant(n // 2).spec(), 0)
+    claimed = torch.zeros(1, dtype=torch.int32)
     tile_scales, row_scales = torch.full((rows, n // 256), torch.nan), torch.full((rows,), torch.nan)
     out = torch.empty(rows, n // 2, dtype=torch.float8_e4m3fn)
-    kernel.args.claimed, kernel.args.stored = claimed.data_ptr(), stored.data_ptr()
-    kernel.args.out_scales, kernel.args.out_row_scales = tile_scales.data_ptr(), row_scales.data_ptr()
+    kernel.args.claimed, kernel.args.out_scales = claimed.data_ptr(), tile_scales.data_ptr()
     with one_gpu():
         gemm._launch(kernel, a, a_scales, w1, w1_scales, offsets, None, out)
+        gemm._launch_rescale(rescale, out, tile_scales, row_scales, offsets, None)
     assert claimed == 0
     if rows:
         assert torch.equal(row_scales, tile_scales.amax(1))

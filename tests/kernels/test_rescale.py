@@ -26,30 +26,36 @@ SHARE_ROWS = 2
 class RescaleArgs(ctypes.Structure):
     """Mirror of RescaleArgs in rescale.cuh."""
 
-    _fields_ = uint64_fields("out", "tile_scales", "row_scales", "stored", "offsets")
+    _fields_ = [
+        *uint64_fields("values", "from", "tile_scales", "row_scales", "stored", "claimed", "offsets"),
+        ("stored_by", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32),
+    ]
 
 
 def rescaled(codes: torch.Tensor, scales: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What three warps make of the codes of rows and of their tiles' scales."""
+    """What three warps make of the codes of rows and of their tiles' scales, while another stores the codes."""
     rows, width = codes.shape
     offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-    stored = torch.full((tile_places(rows, len(counts)),), warps_that_store(2 * width), dtype=torch.int32)
-    before, row_scales = stored.clone(), torch.full((rows,), torch.nan)
-    tensors = [each.to(DEVICE).clone() for each in (codes.view(torch.uint8), scales, row_scales, stored, offsets)]
+    stored, claimed = torch.zeros(tile_places(rows, len(counts)), dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    values, row_scales = torch.full((rows, width), 0x7F, dtype=torch.uint8), torch.full((rows,), torch.nan)
+    given = (values, codes.view(torch.uint8), scales, row_scales, stored, claimed, offsets)
+    tensors = [each.to(DEVICE).clone() for each in given]
     path = str(Path(__file__).with_name("rescale.cuh"))
-    shape = (("num_experts", len(counts)), ("n", 2 * width))
+    shape = (("num_experts", len(counts)), ("k", width))
     kernel = make_kernel(KernelSpec("rescale", path, shape, RescaleArgs, 32))
-    for (name, _), tensor in zip(RescaleArgs._fields_, tensors, strict=True):
+    for (name, _), tensor in zip(RescaleArgs._fields_, tensors, strict=False):
         setattr(kernel.args, name, tensor.data_ptr())
-    run(kernel, 3)
-    out, _, row_scales, stored, _ = (each.cpu() for each in tensors)
+    kernel.args.stored_by = stored_by = warps_that_store(2 * width)
+    run(kernel, 4)
+    out, _, _, row_scales, stored, *_ = (each.cpu() for each in tensors)
     shares = 0
     for expert, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
         for row in range(begin, end, TILE_ROWS):
             place, of_tile = row // TILE_ROWS + expert, -(-min(end - row, TILE_ROWS) // SHARE_ROWS)
-            assert stored[place] - before[place] == of_tile, "GEMM2 waits for each share once"
-            shares += of_tile
-    assert (stored - before).sum() == shares
+            assert stored[place] == stored_by + of_tile, "GEMM2 waits for each share once"
+            shares += stored_by + of_tile
+    assert stored.sum() == shares
     return out.view(FP8), row_scales
 
 

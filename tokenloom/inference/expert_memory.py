@@ -31,10 +31,11 @@ class ExpertMemory:
         num_local: experts on this rank, shared ones included.
         num_places: most rows that they can have.
         sizes: shape and dtype of each part.
-        counted: what is 0 before each call: ``begun``, and ``stored`` tiles of rows. The meeting sets it back.
+        counted: what is 0 before each call: ``begun``, shares of rows that are ``rescaled``, and ``stored`` tiles of
+            rows. The meeting sets it back.
         packed: own tokens as they are sent.
         activations: [places, I].
-        activation_scales: [places, I / 128]; with recipe "row" those of tiles, which no one reads behind GEMM1.
+        activation_scales: [places, I / 128]; with recipe "row" those of tiles, from which rows get theirs.
         row_scales: [places] with recipe "row", the scales of activations, else none.
     """
 
@@ -43,6 +44,7 @@ class ExpertMemory:
     counted: torch.Tensor
     begun: torch.Tensor
     stored: torch.Tensor
+    rescaled: torch.Tensor
     met: torch.Tensor
     block_counts: torch.Tensor
     order: torch.Tensor
@@ -59,7 +61,7 @@ class ExpertMemory:
         self.sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "offsets": ((self.num_local + 1,), int32),
             "expected": ((self.num_local, plan.num_ranks), int32),
-            "counted": ((LINE + tile_places(places, self.num_local),), int32),
+            "counted": ((2 * LINE + tile_places(places, self.num_local),), int32),
             "met": ((1,), int32),
             "block_counts": ((block_count_words(plan, MAX_BLOCKS),), int32),
             "order": ((tokens * plan.top_k, 4), int32),
@@ -80,5 +82,5 @@ class ExpertMemory:
             for name, (shape, dtype) in self.sizes.items():
                 made = torch.zeros(shape, dtype=torch.uint8 if dtype == FP8 else dtype, device=device)
                 setattr(self, name, made.view(dtype))
-            self.begun, self.stored = self.counted[:1], self.counted[LINE:]
+            self.begun, self.rescaled, self.stored = self.counted.split([LINE, LINE, len(self.counted) - 2 * LINE])
         keep_until_idle(self, device, *(getattr(self, name) for name in self.sizes))

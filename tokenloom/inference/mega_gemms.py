@@ -144,7 +144,6 @@ class MegaGemms:
         args.arrived, args.expected = calls.arrived.data_ptr(), memory.expected.data_ptr()
         args.row_weights, args.claimed = calls.row_weights.data_ptr(), self._claimed[0].data_ptr()
         args.out, args.out_scales = memory.activations.data_ptr(), memory.activation_scales.data_ptr()
-        args.out_row_scales = memory.row_scales.data_ptr()
         args.b, args.b_scales = self._first_weights
         args = self._second.args
         scales = memory.row_scales if self._recipe == "row" else memory.activation_scales
@@ -153,6 +152,8 @@ class MegaGemms:
         args.row_homes, args.peers, args.results = calls.row_homes.data_ptr(), calls.peers, calls.results_offset
         args.row_weights, args.claimed = calls.row_weights.data_ptr(), self._claimed[1].data_ptr()
         args.stored_by = warps_that_store(2 * self._intermediate)
+        args.a_values, args.a_tile_scales = memory.activations.data_ptr(), memory.activation_scales.data_ptr()
+        args.a_row_scales, args.rescaled = memory.row_scales.data_ptr(), memory.rescaled.data_ptr()
         args.b, args.b_scales = self._second_weights
         for gemm in (self._first, self._second):
             gemm.args.offsets, gemm.args.stored = memory.offsets.data_ptr(), memory.stored.data_ptr()

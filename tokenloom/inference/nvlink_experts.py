@@ -197,7 +197,8 @@ class NvlinkExperts:
         """Pack tokens. SMs are left to what sends, which counts routes meanwhile."""
         num_tokens, packed = x.shape[0], self._memory.packed.data_ptr()
         PACK_FIELDS.write(pack.args, PACK_FIELDS.offset, x.data_ptr(), scales_at, packed, num_tokens)
-        blocks = min(-(-num_tokens * PACK_WARPS * 32 // PACK_THREADS), self._gemms.num_sms - schedule.send_sms)
+        warps = 1 if self._recipe == "row" else PACK_WARPS
+        blocks = min(-(-num_tokens * warps * 32 // PACK_THREADS), self._gemms.num_sms - schedule.send_sms)
         pack.launch(max(align_up(blocks, CLUSTER), CLUSTER), stream)
 
     def _senders(self, dtype: torch.dtype) -> Senders:

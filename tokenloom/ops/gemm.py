@@ -27,13 +27,14 @@ from tokenloom.kernels.gemm.launch import (
     B_BOX_ROWS,
     BLOCK,
     CLUSTER,
+    RESCALE_THREADS,
     Bf16Epilogue,
     GroupedGemmArgs,
     GroupedGemmVariant,
+    RescaleRowsVariant,
     SwigluFp8Epilogue,
     operand_map,
     scale_map,
-    tile_places,
     wide_scales,
 )
 from tokenloom.ops.activation import apply_activation
@@ -41,6 +42,8 @@ from tokenloom.ops.quant import dequantize_fp8, quantize_fp8, require_recipe, sh
 from tokenloom.plan import SWIGLU, Activation
 
 ALIGNMENT_BYTES = 16
+RESCALE_BLOCKS = 8
+"""Blocks of an SM that give rows one scale: all of its warps, whose loads hide each other."""
 INTERLEAVED_ROWS = 8
 """Rows of gates, then as many rows of ups, that take turns in the weights of a fused SwiGLU."""
 Biases = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -210,14 +213,15 @@ def grouped_swiglu_fp8(
     variant = GroupedGemmVariant(*w1.shape, epilogue=epilogue, slots=expert_counts is not None, recipe=recipe)
     kernel = Kernel(spec_of(variant), a.device.index)
     kernel.args.out_scales = out_scales.data_ptr()
-    if row_scales is not None:  # its storing warps count tiles
-        stored = torch.zeros(tile_places(rows.numel(), len(w1)), dtype=torch.int32, device=a.device)
-        kernel.args.stored, kernel.args.out_row_scales = stored.data_ptr(), row_scales.data_ptr()
     kernel.args.row_weights = 0 if row_weights is None else row_weights.data_ptr()
     kernel.args.bias = 0 if bias is None else bias.data_ptr()
     tell_activation(kernel.args, form)
     _launch(kernel, a, a_scales, w1, w1_scales, expert_offsets, expert_counts, out)
-    return out, out_scales if row_scales is None else row_scales
+    if row_scales is None:
+        return out, out_scales
+    rescale = Kernel(spec_of(RescaleRowsVariant(width, slots=expert_counts is not None)), a.device.index)
+    _launch_rescale(rescale, out, out_scales, row_scales, expert_offsets, expert_counts)
+    return out, row_scales
 
 
 def interleave_gate_and_up(w1: torch.Tensor) -> torch.Tensor:
@@ -275,6 +279,28 @@ def _launch(
     args.out = out.data_ptr()
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     kernel.launch(sms // CLUSTER * CLUSTER, torch.cuda.current_stream(a.device).cuda_stream)
+
+
+def _launch_rescale(
+    kernel: Kernel,
+    values: torch.Tensor,
+    tile_scales: torch.Tensor,
+    row_scales: torch.Tensor,
+    expert_offsets: torch.Tensor | None,
+    expert_counts: torch.Tensor | None,
+) -> None:
+    num_rows, args = row_scales.numel(), kernel.args
+    if num_rows == 0:
+        return
+    args.values, args.tile_scales, args.row_scales = (each.data_ptr() for each in (values, tile_scales, row_scales))
+    args.num_rows = num_rows
+    if expert_offsets is not None:
+        args.offsets, args.num_experts = expert_offsets.data_ptr(), len(expert_offsets) - 1
+    if expert_counts is not None:
+        args.counts, args.num_experts, args.capacity = expert_counts.data_ptr(), len(expert_counts), values.shape[1]
+    sms = torch.cuda.get_device_properties(values.device).multi_processor_count
+    blocks = min(-(-num_rows * 32 // RESCALE_THREADS), sms * RESCALE_BLOCKS)
+    kernel.launch(blocks, torch.cuda.current_stream(values.device).cuda_stream)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ struct AlwaysOpen {
     __device__ __forceinline__ void wait(const Tile&) const {}
 };
 
-// Rows that get one scale each are shared out in so many at a time. A share is reported once it is rescaled (rescale.cuh).
+// Rows that get one scale each are shared out, so many at a time. A share is reported once it is rescaled (rescale.cuh).
 constexpr int kRescaledRows = 2;
 
 __device__ __forceinline__ int32 rescaled_shares(const Tile& tile) {

@@ -80,11 +80,8 @@ struct RowToQuantize {
     template <bool kPowerOfTwo, class Put>
     static __device__ __forceinline__ void tile(const unsigned char* from, int tile, int lane, Put put) {
         PackedGroup<kDtype, kLaneValues> packed[Row::kSteps];
+        load(packed, from, tile, lane);
         int index;
-#pragma unroll
-        for (int step = 0; step < Row::kSteps; ++step)
-            if (Row::unit(tile, step, lane, index))
-                packed[step] = load_group_once<kDtype, kLaneValues>(from + index * kLaneValues * kValueBytes<kDtype>);
 #pragma unroll
         for (int step = 0; step < Row::kSteps; ++step) {
             const bool inside = Row::unit(tile, step, lane, index);
@@ -102,13 +99,14 @@ struct RowToQuantize {
 
     // For one scale of the whole row, which takes two passes. First: the largest magnitude of a tile, in all lanes.
     static __device__ __forceinline__ float largest_of_tile(const unsigned char* from, int tile, int lane) {
+        PackedGroup<kDtype, kLaneValues> packed[Row::kSteps];
+        load(packed, from, tile, lane);
         float amax = 0.0f;
         int index;
 #pragma unroll
         for (int step = 0; step < Row::kSteps; ++step) {
             if (!Row::unit(tile, step, lane, index)) continue;
-            const auto group =
-                unpack(load_group_once<kDtype, kLaneValues>(from + index * kLaneValues * kValueBytes<kDtype>));
+            const auto group = unpack(packed[step]);
 #pragma unroll
             for (int i = 0; i < kLaneValues; ++i) amax = fmaxf(amax, fabsf(group.value[i]));
         }
@@ -121,13 +119,22 @@ struct RowToQuantize {
     template <class Put>
     static __device__ __forceinline__ void tile_by(float factor, const unsigned char* from, int tile, int lane,
                                                    Put put) {
+        PackedGroup<kDtype, kLaneValues> packed[Row::kSteps];
+        load(packed, from, tile, lane);
+        int index;
+#pragma unroll
+        for (int step = 0; step < Row::kSteps; ++step)
+            if (Row::unit(tile, step, lane, index)) put(index, codes_of(unpack(packed[step]), factor));
+    }
+
+    // A tile's loads are all on their way before anything is stored.
+    static __device__ __forceinline__ void load(PackedGroup<kDtype, kLaneValues> (&packed)[Row::kSteps],
+                                                const unsigned char* from, int tile, int lane) {
         int index;
 #pragma unroll
         for (int step = 0; step < Row::kSteps; ++step)
             if (Row::unit(tile, step, lane, index))
-                put(index, codes_of(unpack(load_group_once<kDtype, kLaneValues>(
-                                        from + index * kLaneValues * kValueBytes<kDtype>)),
-                                    factor));
+                packed[step] = load_group_once<kDtype, kLaneValues>(from + index * kLaneValues * kValueBytes<kDtype>);
     }
 
     template <class Group>

@@ -27,7 +27,7 @@ struct GroupedGemmArgs {
     const float* b_scales;       // [E, N / 128, K / 128]; row scales: [E, N], in the order of b's rows
     const int32* offsets;        // [E + 1] first row of each expert; device memory; unused with slots
     void* out;                   // [rows, N] bfloat16; SwiGLU: [rows, N / 2] E4M3; unused if scattered
-    float* out_scales;           // SwiGLU: [rows, N / 256]; row scales: those of tiles, before rows have one each
+    float* out_scales;           // SwiGLU: [rows, N / 256]
     const float* row_weights;    // SwiGLU, biased: [rows], or null for ones
     float clamp;                 // SwiGLU, clamped: the most of a gate, and the largest magnitude of an up
     int32 capacity;              // slots: S, the places of each expert; expert e has rows e * S and on
@@ -49,17 +49,21 @@ struct GroupedGemmArgs {
     const uint64* peers;         // [ranks] every rank's buffer,
     uint64 results;              // offset in it of rows of bfloat16
     uint32* claimed;             // claims: [1] count of claimed tiles, 0 before and after
-    float* out_row_scales;       // SwiGLU with row scales: [rows]; `stored` counts there too
-    uint64 padding[7];           // to a multiple of the alignment of tensor maps
+    // Scattered, with row scales: what the first GEMM has stored gets one scale a row, see device/roles/rescale.cuh
+    unsigned char* a_values;     // [rows, K] E4M3, with
+    const float* a_tile_scales;  // [rows, K / 128], which become
+    float* a_row_scales;         // [rows], as a_scales says
+    uint32* rescaled;            // [1] shares of rows that a warp has; 0 before the call
+    uint64 padding[4];           // to a multiple of the alignment of tensor maps
 };
 
 // One of two GEMMs in turn.
 template <class Shape>
 constexpr bool kInTurn = Shape::awaits != 0 || Shape::scatters != 0;
 
-// Rows of the output get one scale each, behind the epilogue.
+// Rows of a get one scale each before they are multiplied.
 template <class Shape>
-constexpr bool kRescales = Shape::row_scales != 0 && Shape::swiglu != 0;
+constexpr bool kRescales = Shape::row_scales != 0 && Shape::scatters != 0;
 
 // The choices of a variant. Each is made once, here: what becomes of sums, where rows come from, where they go, and
 // which rows are which expert's.
@@ -67,7 +71,7 @@ template <class Shape>
 __device__ __forceinline__ auto epilogue_of(const GroupedGemmArgs& args) {
     constexpr bool kClamped = Shape::clamped != 0, kPowerOfTwo = Shape::power_of_two != 0;
     constexpr bool kFastMath = Shape::fast_math != 0, kBiased = Shape::biased != 0;
-    static_assert(!kRescales<Shape> || kPowerOfTwo, "codes are rescaled by powers of two");
+    static_assert(Shape::row_scales == 0 || Shape::swiglu == 0 || kPowerOfTwo, "codes are rescaled by powers of two");
     if constexpr (Shape::swiglu != 0 && Shape::plain != 0)
         return SwigluFp8Epilogue<Shape::n, kClamped, kPowerOfTwo, kFastMath>{args.out_scales, args.row_weights,
                                                                              args.clamp};
@@ -109,18 +113,17 @@ __device__ __forceinline__ auto destination_of(const GroupedGemmArgs& args, cons
 }
 
 // Of two GEMMs in turn the first takes rows as they arrive, and reports what it has stored. The second waits for that.
-// Who rescales rows waits for such reports too.
 template <class Shape>
 __device__ __forceinline__ auto gate_of(const GroupedGemmArgs& args, uint32 epoch) {
     if constexpr (Shape::awaits != 0)
         return OpenWhenArrived<Shape::num_ranks>{args.arrived, args.expected, args.deadline, epoch};
-    else if constexpr (Shape::scatters != 0) return OpenWhenStored<Shape::row_scales != 0>{args.stored, args.stored_by};
+    else if constexpr (Shape::scatters != 0) return OpenWhenStored<kRescales<Shape>>{args.stored, args.stored_by};
     else return AlwaysOpen{};
 }
 
 template <class Shape>
 __device__ __forceinline__ auto report_of(const GroupedGemmArgs& args) {
-    if constexpr (Shape::awaits != 0 || kRescales<Shape>) return ReportTiles{args.stored};
+    if constexpr (Shape::awaits != 0) return ReportTiles{args.stored};
     else return NoReport{};
 }
 
@@ -211,7 +214,11 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
                                  gate_of<Shape>(args, epoch));
         if constexpr (kRescales<Shape>)
             if (warp == 1)
-                RowRescaler<Shape::n>{args.out, args.out_scales, args.out_row_scales, args.stored}.run(shared.bounds, lane);
+                RowRescaler<Shape::k>{{args.a_values, args.a_tile_scales, args.a_row_scales},
+                                      args.stored,
+                                      args.stored_by,
+                                      args.rescaled}
+                    .run(shared.bounds, lane);
         if (warp >= kGroupWarps - kStoreWarps)
             store_tiles<Epilogue>(shared.staging, destination, tiles_of<Shape>(shared), trace, block,
                                   threadIdx.x % (32 * kStoreWarps), report_of<Shape>(args));

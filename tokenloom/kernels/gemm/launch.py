@@ -25,6 +25,7 @@ SCALE_BLOCKS = 8
 MOST_STAGES = 4
 MOST_BYTES_ONCE = 512 << 20
 """Bytes of all weights up to which a MegaMoE gains when the second-level cache drops them first (docs/performance)."""
+RESCALE_THREADS = 256
 STORE_WARPS = 2
 """kStoreWarps of device/roles/store.cuh."""
 BOARD_BYTES = 4 * (2 * 4 + 2 * 8)
@@ -120,8 +121,9 @@ class GroupedGemmArgs(ctypes.Structure):
         ("unused", ctypes.c_uint32),
         *uint64_fields("arrived", "expected"),
         ("deadline", Deadline),
-        *uint64_fields("row_homes", "peers", "results", "claimed", "out_row_scales"),
-        ("padding", ctypes.c_uint64 * 7),
+        *uint64_fields("row_homes", "peers", "results", "claimed"),
+        *uint64_fields("a_values", "a_tile_scales", "a_row_scales", "rescaled"),
+        ("padding", ctypes.c_uint64 * 4),
     ]
 
 
@@ -136,7 +138,7 @@ class GroupedGemmVariant:
         awaits: the number of ranks whose rows arrive while it runs, or 0. This is the first of two GEMMs in turn: it
             counts the tiles of rows that it has stored. Both may be launched early.
         scatters: the number of ranks to which rows of the output go, each to the one where its token is, or 0. This is
-            the second GEMM, which takes rows as they are stored.
+            the second GEMM, which takes rows as they are stored. With recipe "row" it first gives each one scale.
         slots: each expert has places of its own for rows, and a count. Otherwise offsets say which rows are whose.
         claims: clusters claim tiles one by one, instead of taking every so many; see ``GroupedGemmArgs.claimed``.
         traced: roles write when they work on which tile, see :func:`trace_times`.
@@ -215,6 +217,38 @@ class GroupedGemmVariant:
         experts = 4 * (self.num_experts + 1)
         epoch_and_peers = 8 + 4 + 8 * max(self.awaits, self.scatters, 1)  # 8 for gaps
         return align_up(align_up(ring, 128) + staging + epilogue + experts + BOARD_BYTES + epoch_and_peers, 1024)
+
+
+class RescaleRowsArgs(ctypes.Structure):
+    """Mirror of RescaleRowsArgs in rescale_rows.cuh, which says what each value is."""
+
+    _fields_ = [
+        *uint64_fields("values", "tile_scales", "row_scales", "offsets", "counts"),
+        ("num_rows", ctypes.c_int64),
+        *int32_fields("num_experts", "capacity"),
+    ]
+
+
+@dataclass(frozen=True)
+class RescaleRowsVariant:
+    """One compiled form of the kernel that gives each row of activations one scale.
+
+    Attributes:
+        width: values of a row, a multiple of 128.
+        slots: as in :class:`GroupedGemmVariant`.
+    """
+
+    width: int
+    slots: bool = False
+
+    def __str__(self) -> str:
+        return f"rescale_rows, {self.width} values" + ", slots" * self.slots
+
+    def spec(self) -> KernelSpec:
+        """What to compile and how to launch it: with any number of blocks."""
+        shape = {"width": self.width, "slots": int(self.slots), "threads": RESCALE_THREADS}
+        path = "kernels/gemm/rescale_rows.cuh"
+        return KernelSpec("rescale_rows", path, tuple(shape.items()), RescaleRowsArgs, RESCALE_THREADS)
 
 
 def tile_places(rows: int, num_experts: int) -> int:
