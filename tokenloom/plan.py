@@ -64,8 +64,12 @@ class Plan:
 
     @property
     def scales_per_token(self) -> int:
-        """FP8 scales of a row, H / 128. Only valid for hidden sizes that are multiples of 128."""
+        """FP8 scales of a row by recipe "block", H / 128. Only valid for hidden sizes that are multiples of 128."""
         return self.hidden // FP8_BLOCK
+
+    def scales_by(self, recipe: str) -> int:
+        """Count the FP8 scales of a row by a recipe: ``scales_per_token``, or 1 for a whole row."""
+        return 1 if recipe == "row" else self.scales_per_token
 
     @property
     def default_slots(self) -> int:

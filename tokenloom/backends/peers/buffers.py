@@ -246,7 +246,8 @@ class ReceiveBuffer(RouteWords):
     """Views of one receive buffer at its full size. R is the most rows that may be received.
 
     Attributes:
-        rows: [places, H]. scales: float32 [places, H / 128], of no use without FP8.
+        rows: [places, H]. scales: float32 [places, H / 128], of no use without FP8. By recipe "row" the first of
+            these words are one for each row.
         loan: of the rows and scales. Buffers for values of one width share it, as they share the memory.
         number: which of them, 0 or 1.
         offsets: for kernels: where each part of the first one begins, by the name of the argument, and the distance

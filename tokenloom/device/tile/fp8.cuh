@@ -99,3 +99,67 @@ __device__ __forceinline__ void quantize_row(const unsigned char* from, uint64 t
             }
         });
 }
+
+// The largest magnitude in a row that a warp reads twice: plain loads, which leave it in the first-level cache.
+template <int kDtype, int kHidden>
+__device__ __forceinline__ float largest_in_row(const unsigned char* from, int lane) {
+    using Values = RowToQuantize<kDtype, kHidden>;
+    using Row = typename Values::Row;
+    using Packed = PackedGroup<kDtype, Values::kLaneValues>;
+    float amax = 0.0f;
+    for (int tile = 0; tile < Row::kCount; ++tile) {
+        Packed packed[Row::kSteps];
+        int index;
+#pragma unroll
+        for (int step = 0; step < Row::kSteps; ++step)
+            if (Row::unit(tile, step, lane, index))
+                packed[step] = *reinterpret_cast<const Packed*>(from + index * Packed::kBytes);
+#pragma unroll
+        for (int step = 0; step < Row::kSteps; ++step) {
+            if (!Row::unit(tile, step, lane, index)) continue;
+            const auto group = unpack(packed[step]);
+#pragma unroll
+            for (int i = 0; i < Values::kLaneValues; ++i) amax = fmaxf(amax, fabsf(group.value[i]));
+        }
+    }
+#pragma unroll
+    for (int other = 1; other < 32; other *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, other));
+    return amax;
+}
+
+// Quantises a row of kDtype with one scale to the targets of all lanes in the mask, the scale to their scale targets.
+template <int kDtype, int kHidden, bool kPowerOfTwo>
+__device__ __forceinline__ void quantize_whole_row(const unsigned char* from, uint64 target, uint64 scale_target,
+                                                   uint32 targets, int lane) {
+    using Values = RowToQuantize<kDtype, kHidden>;
+    using Row = typename Values::Row;
+    using Packed = PackedGroup<kDtype, Values::kLaneValues>;
+    const Fp8Scale scale = fp8_scale<kPowerOfTwo>(largest_in_row<kDtype, kHidden>(from, lane));
+    for (uint32 rest = targets; rest != 0; rest &= rest - 1) {
+        auto* to = reinterpret_cast<float*>(of_lane(scale_target, rest));
+        if (lane == 0) *to = scale.scale;
+    }
+    for (int tile = 0; tile < Row::kCount; ++tile) {
+        Packed packed[Row::kSteps];
+        int index;
+#pragma unroll
+        for (int step = 0; step < Row::kSteps; ++step)
+            if (Row::unit(tile, step, lane, index))
+                packed[step] = load_group_once<kDtype, Values::kLaneValues>(from + index * Packed::kBytes);
+#pragma unroll
+        for (int step = 0; step < Row::kSteps; ++step) {
+            const bool inside = Row::unit(tile, step, lane, index);
+            auto group = unpack(packed[step]);
+            scale_group(group, scale.factor);
+            Vec16 codes;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                codes.word[i] = pack_e4m3(group.value[4 * i], group.value[4 * i + 1], group.value[4 * i + 2],
+                                          group.value[4 * i + 3]);
+            for (uint32 rest = targets; rest != 0; rest &= rest - 1) {
+                auto* to = reinterpret_cast<unsigned char*>(of_lane(target, rest));
+                if (inside) store_16(to + index * Values::kLaneValues, codes);
+            }
+        }
+    }
+}
