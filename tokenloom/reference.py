@@ -264,10 +264,10 @@ def _slot_ranges(plan: Plan, ids: list[list[list[int]]], local: range, num_place
 
 
 def _laid_out(scales: torch.Tensor, scale_layout: str) -> torch.Tensor:
-    """Give scales [L, S, n] the layout that ``Communicator.dispatch`` describes."""
-    local, slots, blocks = scales.shape
+    """Give scales [L, S, n] the layout that ``Communicator.dispatch`` describes. "rows" leaves [L, S] as well."""
     if scale_layout == "rows":
         return scales
+    local, slots, blocks = scales.shape
     if scale_layout == "columns":
         out = torch.empty(local * blocks * slots, dtype=torch.float32, device="cpu")
         out = out.as_strided((local, slots, blocks), (slots * blocks, 1, slots))

@@ -229,7 +229,7 @@ def _make_x(case: Case, num_tokens: int, generator: torch.Generator) -> tuple[to
 
 
 def _blocks_to_quantise(blocks: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Normal values [blocks, n * 128] -> finite ones of ``dtype``: of all magnitudes, wide, ties, zeros, tiny, huge."""
+    """Normal [blocks, n * 128] -> finite values of ``dtype``: of all magnitudes, wide, ties, zeros, tiny, huge."""
     size = blocks.shape[1]
     limit = 4.0 if dtype == FP16 else 30.0
     blocks *= 10.0 ** (torch.rand(len(blocks), 1, generator=generator, dtype=FP64) * 2 * limit - limit)

@@ -62,7 +62,7 @@ class ResultsLayout:
         self.plan, self.rank, self.options, self.num_places = plan, launcher.ranks.rank, options, num_places
         self.launcher, self.dispatches = launcher, dispatches
         self.with_weights, self.with_scales = with_weights, with_scales
-        self.scales_per_row = plan.scales_by(options.recipe)
+        self.scales_per_row = plan.scales_by(options.recipe) if with_scales else 0
         num_ranks, local = plan.num_ranks, plan.experts_per_rank
         counts = dict(zip(COUNTS, (1, num_ranks, local, local + 1), strict=True))
         more = {"all_counts": num_ranks * (num_ranks + plan.num_experts), "epoch": 2, **sizes}
