@@ -71,6 +71,10 @@ class Plan:
         """Count the FP8 scales of a row by a recipe: ``scales_per_token``, or 1 for a whole row."""
         return 1 if recipe == "row" else self.scales_per_token
 
+    def scale_shape(self, recipe: str) -> tuple[int, ...]:
+        """Return what the shape of a row's FP8 scales adds to that of rows: [rows, H / 128], or [rows]."""
+        return () if recipe == "row" else (self.scales_per_token,)
+
     @property
     def default_slots(self) -> int:
         """Default S of layout "slots": room for all tokens of all ranks, W * M, each naming the expert once."""

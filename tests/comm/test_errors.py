@@ -152,7 +152,7 @@ DISPATCH_FAULTS: list[Fault] = [
     ("a recipe that cannot be looked up", lambda a: a | {"recipe": ["row"]}, tl.InvalidArgument,
      ["recipe is ['row']", "block, row"]),
     ("a recipe of nothing", lambda a: a | {"recipe": "row"}, tl.InvalidArgument,
-     ["recipe is 'row', but x is torch.float32 without scales", "pass to_fp8=True, or (x, scales)"]),
+     ["recipe is 'row', but x is torch.float32 without scales", "pass to_fp8=True"]),
 ]  # fmt: skip
 
 FP8_FAULTS: list[Fault] = [

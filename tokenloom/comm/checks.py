@@ -46,6 +46,7 @@ MAX_ROWS = 2**31 - 1
 """Counts of rows are int32."""
 SIZES = ("exact", "bounded")
 ID_DTYPES = (torch.int32, torch.int64)
+META = torch.device("meta")
 FAR = 1 << 40
 """An address that no view of freed memory has: its storage is gone, and the address is the view's offset in it."""
 
@@ -201,9 +202,9 @@ def dispatch_tokens(
         tokens, scales = x
     tokens, scales = settled(tokens), settled(scales)
     topk_ids, topk_weights = settled(topk_ids), settled(topk_weights)
-    check_ids = reads_ids(able, device)
-    _check_tokens(plan, able, device, tokens, scales, topk_ids, topk_weights, check_ids, options)
-    return Tokens(tokens, scales, topk_ids, topk_weights), scale_words
+    found = Tokens(tokens, scales, topk_ids, topk_weights)
+    _check_tokens(plan, able, device, options, found, reads_ids(able, device))
+    return found, scale_words
 
 
 def dispatch_glance(
@@ -215,7 +216,7 @@ def dispatch_glance(
     RuntimeError for tensors that are not right.
     """
     hidden, most, top_k = plan.hidden, plan.max_tokens_per_rank, plan.top_k
-    of_row = scale_shape(plan, kind.options.recipe)
+    of_row = plan.scale_shape(kind.options.recipe)
     index = -1 if device.index is None else device.index
     has_index = index >= 0  # tensors without one may be the CPU's, or of device "meta"
     results = _results_at_a_glance(plan, kind) if kind.options.sizes == "bounded" else {}
@@ -331,17 +332,10 @@ def combine_glance(
 
 
 def _check_tokens(
-    plan: Plan,
-    able: Capabilities,
-    device: torch.device,
-    x: torch.Tensor,
-    scales: torch.Tensor | None,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    check_ids: bool,
-    options: DispatchOptions,
+    plan: Plan, able: Capabilities, device: torch.device, options: DispatchOptions, tokens: Tokens, check_ids: bool
 ) -> None:
     """Raise unless the tensors of a dispatch are right."""
+    x, scales, topk_ids, topk_weights = tokens
     to_fp8, scale_layout, recipe = options.to_fp8, options.scale_layout, options.recipe
     require_tensor("x", x)
     num_tokens = x.shape[0] if x.ndim else 0
@@ -354,9 +348,7 @@ def _check_tokens(
     _require_ready("x", x, device)
     _check_payload(plan, able, x, scales, device, to_fp8, recipe)
     if recipe != "block" and scales is None and not to_fp8:
-        raise InvalidArgument(
-            f"recipe is {recipe!r}, but x is {x.dtype} without scales; pass to_fp8=True, or (x, scales)"
-        )
+        raise InvalidArgument(f"recipe is {recipe!r}, but x is {x.dtype} without scales; pass to_fp8=True")
     if scale_layout != "rows" and not to_fp8:
         _check_laid_out(scale_layout, x, scales, check_ids)
     _check_ids(plan, topk_ids, num_tokens, device)
@@ -467,13 +459,7 @@ def require_routed(routed: object, owner: object) -> None:
 
 
 def _check_payload(
-    plan: Plan,
-    able: Capabilities,
-    x: torch.Tensor,
-    scales: torch.Tensor | None,
-    device: torch.device,
-    to_fp8: bool,
-    recipe: str,
+    plan: Plan, able: Capabilities, x: Any, scales: Any, device: torch.device, to_fp8: bool, recipe: str
 ) -> None:
     if to_fp8 and x.dtype == FP8_DTYPE:
         raise InvalidArgument(
@@ -503,15 +489,10 @@ def _check_payload(
         raise NotDifferentiable("an FP8 payload requires grad, but FP8 has none; detach it")
 
 
-def scale_shape(plan: Plan, recipe: str) -> tuple[int, ...]:
-    """Shape of the scales of one row, as users have them."""
-    return () if recipe == "row" else (plan.scales_per_token,)
-
-
 def _check_scales(plan: Plan, x: torch.Tensor, scales: torch.Tensor, device: torch.device, recipe: str) -> None:
     require_tensor("scales", scales)
-    shape, expected = list(scales.shape), [x.shape[0], *scale_shape(plan, recipe)]
-    if shape == [x.shape[0], *scale_shape(plan, other := "block" if recipe == "row" else "row")]:
+    shape, expected = list(scales.shape), [x.shape[0], *plan.scale_shape(recipe)]
+    if shape == [x.shape[0], *plan.scale_shape(other := "block" if recipe == "row" else "row")]:
         shared_by = f"of {FP8_BLOCK} values" if other == "block" else "row"
         raise ShapeMismatch(f"scales is {shape}, a scale for each {shared_by}; recipe={other!r} takes those")
     if shape != expected:
@@ -639,7 +620,7 @@ def fits_rows_again(
         and options.layout != "slots"
         and plan.hidden % FP8_BLOCK == 0
         and fits_like(x[0], (num_tokens, plan.hidden), FP8_DTYPE, device)
-        and fits_like(x[1], (num_tokens, *scale_shape(plan, options.recipe)), SCALE_DTYPE, device)
+        and fits_like(x[1], (num_tokens, *plan.scale_shape(options.recipe)), SCALE_DTYPE, device)
     )
 
 
@@ -783,7 +764,9 @@ def dispatch_results(plan: Plan, kind: DispatchKind) -> dict[str, Like]:
     int32 = torch.int32
     likes = {"tokens": _like([*places, plan.hidden], kind.row_dtype)}
     if kind.brings_scales:
-        likes["scales"] = _scales(options.scale_layout, places, scale_shape(plan, options.recipe))
+        shape = [*places, *plan.scale_shape(options.recipe)]
+        by_row = options.scale_layout == "rows"
+        likes["scales"] = _like(shape, torch.float32) if by_row else empty_scales(options.scale_layout, shape, META)
     if layout not in ROUTE_LAYOUTS:
         likes["topk_ids"] = _like([*places, plan.top_k], kind.ids_dtype)
         if kind.weights_dtype is not None:
@@ -797,14 +780,8 @@ def dispatch_results(plan: Plan, kind: DispatchKind) -> dict[str, Like]:
     return likes
 
 
-def _scales(scale_layout: str, places: Sequence[int], of_row: tuple[int, ...]) -> Like:
-    if scale_layout != "rows":
-        return empty_scales(scale_layout, [*places, *of_row], torch.device("meta"))
-    return _like([*places, *of_row], torch.float32)
-
-
 def _like(shape: Sequence[int], dtype: torch.dtype) -> Like:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.empty(shape, dtype=dtype, device=META)
 
 
 def _require_like(name: str, tensor: object, like: Like, device: torch.device) -> None:

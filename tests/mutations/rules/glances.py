@@ -96,7 +96,7 @@ SCALES = (
       "scales.shape == (num_tokens, *of_row)", "True", TEST + "dispatch_of_fp8[scales with fewer rows]",
       TEST + "dispatch_of_fp8[scales with fewer columns]"),
     M("scales-of-blocks-for-rows", "a later dispatch by rows takes scales of blocks", DISPATCH,
-      "scale_shape(plan, kind.options.recipe)", "scale_shape(plan, 'block')", TEST + "scales_of_rows"),
+      "plan.scale_shape(kind.options.recipe)", "plan.scale_shape('block')", TEST + "scales_of_rows"),
     M("scales-elsewhere", "scales of a later dispatch may be on another kind of device", DISPATCH,
       "(has_index or scales.is_cpu)", "True", TEST + "dispatch_of_fp8[no scales elsewhere]"),
     M("scales-by-column", "scales of a later dispatch may have any strides", DISPATCH,
@@ -181,7 +181,7 @@ ROWS_AGAIN = (
       "fits_like(x[0], (num_tokens, plan.hidden), FP8_DTYPE, device)", "True",
       TEST + "rows_again[scales of bfloat16 rows]", TEST + "rows_again[fewer FP8 rows]"),
     M("fp8-again-of-any-scales", "FP8 rows go again with any scales", AGAIN,
-      "fits_like(x[1], (num_tokens, *scale_shape(plan, options.recipe)), SCALE_DTYPE, device)", "True",
+      "fits_like(x[1], (num_tokens, *plan.scale_shape(options.recipe)), SCALE_DTYPE, device)", "True",
       TEST + "rows_again[fewer scales]", TEST + "rows_again[scales in float64]"),
 )
 

@@ -21,7 +21,7 @@ CALLS = (
     M("scales-of-any-dtype", "FP8 rows come with scales in float64", f"{CHECKS}_check_scales",
       "scales.dtype != torch.float32", "False", f"{ERRORS}fp8_fault[{ON_TWO}scales in float64-collective]"),
     M("scales-of-either-recipe", "scales of the other recipe are told by their shape alone", f"{CHECKS}_check_scales",
-      "shape == [x.shape[0], *scale_shape(plan, other := 'block' if recipe == 'row' else 'row')]",
+      "shape == [x.shape[0], *plan.scale_shape(other := 'block' if recipe == 'row' else 'row')]",
       "not (other := 'block')", f"{ERRORS}fp8_fault[{ON_TWO}scales of rows-collective]"),
     M("recipes-of-nothing", "a recipe of rows that are no FP8 is left alone without a word", f"{CHECKS}_check_tokens",
       "recipe != 'block' and scales is None and not to_fp8", "False",
