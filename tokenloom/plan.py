@@ -73,7 +73,7 @@ class Plan:
 
     def scale_shape(self, recipe: str) -> tuple[int, ...]:
         """Return what the shape of a row's FP8 scales adds to that of rows: [rows, H / 128], or [rows]."""
-        return () if recipe == "row" else (self.scales_per_token,)
+        return () if recipe == "row" else (self.hidden // FP8_BLOCK,)
 
     @property
     def default_slots(self) -> int:

@@ -600,7 +600,9 @@ class ResendCall(UserCall):
         rows, scales = found
         if words is not None:
             scales = scales.view(torch.int32)[:, :words].contiguous()
-        return routed._by_place(rows), routed._as_scales(routed._by_place(scales))
+        scales = routed._by_place(scales)
+        of_rows = routed._handle.options.recipe == "row"
+        return routed._by_place(rows), scales.squeeze(-1) if of_rows else scales
 
 
 class ValuesHomeCall(UserCall):

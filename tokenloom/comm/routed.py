@@ -114,7 +114,8 @@ class Routed:
             scales = scales.view(torch.int32)[..., : self._scale_words].contiguous()
         if scales is None:
             return None
-        return self._as_scales(scales if self.layout == "slots" else self._by_place(scales))
+        found = scales if self.layout == "slots" else self._by_place(scales)
+        return found.squeeze(-1) if self._handle.options.recipe == "row" else found
 
     @cached_property
     def topk_ids(self) -> torch.Tensor | None:
@@ -253,10 +254,6 @@ class Routed:
         if self.layout in ("token", "expert"):
             return tensor
         return tensor.view(*self._shape[:-1], tensor.shape[-1])
-
-    def _as_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """Scales [..., n] as users see them: by recipe "row" without the last dimension, of one."""
-        return scales.squeeze(-1) if self._handle.options.recipe == "row" else scales
 
     def _counted(self, name: str) -> Any:
         own = None if self._out is None else getattr(self._out, name)
