@@ -2,10 +2,10 @@
 
     python microbench/fp8_sums.py [--json FILE]
 
-Both operands are E4M3 codes with scales of 1, so the exact sum is known: float64 of the same codes. cuBLAS adds them
-with use_fast_accum, which is one sum of the tensor core over all of K as in our recipe "row", and without, which
-promotes. Its float32 results are compared, and ours rounded to bfloat16. Errors are in shares of the standard deviation
-of exact sums: root mean square, and the largest. Kinds of rows:
+Both operands are E4M3 codes with scales of 1, so the exact sum is known: float64 of the same codes. cuBLAS adds
+them with use_fast_accum, which is one sum of the tensor core over all of K as in our recipe "row", and without,
+which promotes. Its float32 results are compared, and ours rounded to bfloat16. Errors are in shares of the
+standard deviation of exact sums: root mean square, and the largest. Kinds of rows:
 
     normal      random
     one sign    magnitudes of random values: sums grow, terms do not

@@ -18,7 +18,9 @@ PLAN = Plan(num_ranks=2, num_experts=6, hidden=256, top_k=3, max_tokens_per_rank
 def test_derived_sizes() -> None:
     """By hand: 6 experts on 2 ranks; 10 tokens, 30 routes; 3 groups."""
     assert PLAN.experts_per_rank == 3
-    assert PLAN.scales_per_token == 2
+    assert PLAN.scales_per_token == PLAN.scales_by("block") == 2
+    assert PLAN.scales_by("row") == 1
+    assert (PLAN.scale_shape("block"), PLAN.scale_shape("row")) == ((2,), ())
     assert PLAN.worst_case_rows("token") == 10
     assert PLAN.worst_case_rows("rank") == 10
     assert PLAN.worst_case_rows("expert") == 30

@@ -25,11 +25,6 @@ FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """Functions of :class:`Activation`."""
 
 
-def scales_of_row(hidden: int, recipe: str) -> int:
-    """Count the FP8 scales of a row of ``hidden`` values, a multiple of 128."""
-    return 1 if recipe == "row" else hidden // FP8_BLOCK
-
-
 @dataclass(frozen=True)
 class Plan:
     """Sizes that all ranks of a group must agree on.
@@ -70,8 +65,16 @@ class Plan:
 
     @property
     def scales_per_token(self) -> int:
-        """FP8 scales of a row, H / 128. Only valid for hidden sizes that are multiples of 128."""
+        """FP8 scales of a row by recipe "block", H / 128. Only valid for hidden sizes that are multiples of 128."""
         return self.hidden // FP8_BLOCK
+
+    def scales_by(self, recipe: str) -> int:
+        """Count the FP8 scales of a row by a recipe: ``scales_per_token``, or 1 for a whole row."""
+        return 1 if recipe == "row" else self.scales_per_token
+
+    def scale_shape(self, recipe: str) -> tuple[int, ...]:
+        """Return what the shape of a row's FP8 scales adds to that of rows: [rows, H / 128], or [rows]."""
+        return () if recipe == "row" else (self.hidden // FP8_BLOCK,)
 
     @property
     def default_slots(self) -> int:

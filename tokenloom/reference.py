@@ -70,6 +70,7 @@ def dispatch(
     to_fp8: bool = False,
     power_of_two_scales: bool = False,
     scale_layout: str = "rows",
+    recipe: str = "block",
 ) -> list[Routed]:
     """Dispatch the tokens of all ranks.
 
@@ -80,13 +81,14 @@ def dispatch(
         topk_weights: [T, K] of each rank, or None.
         layout: as in ``Communicator.dispatch``.
         alignment: as in ``Communicator.dispatch``.
-        scales: float32 [T, H / 128] of each rank for FP8, or packed int32 [T, n], else None.
+        scales: float32 [T, H / 128] or [T] of each rank for FP8, or packed int32 [T, n], else None.
         capacity: as in ``Communicator.dispatch``.
         bounded: give outputs ``capacity`` rows and drop what does not fit. Layouts "rank" and "slots" always have
             their fixed places.
         to_fp8: as in ``Communicator.dispatch``.
         power_of_two_scales: as in ``Communicator.dispatch``.
         scale_layout: as in ``Communicator.dispatch``.
+        recipe: as in ``Communicator.dispatch``, with ``to_fp8``. Scales that are given show it.
 
     Returns:
         Result of each rank.
@@ -95,7 +97,7 @@ def dispatch(
         CapacityOverflow: sizes are exact, and some rank needs more rows than ``capacity``.
     """
     if to_fp8:
-        quantised = [quantize_fp8(x, power_of_two_scales=power_of_two_scales) for x in xs]
+        quantised = [quantize_fp8(x, power_of_two_scales=power_of_two_scales, recipe=recipe) for x in xs]
         xs, scales = [q for q, _ in quantised], [each for _, each in quantised]
     ids = [rank_ids.tolist() for rank_ids in topk_ids]
     all_keys = [_keys_in_order(plan, ids, rank, layout) for rank in range(plan.num_ranks)]
@@ -191,7 +193,7 @@ def _fill(
     tokens = torch.zeros(num_places, plan.hidden, dtype=torch.float32, device="cpu").to(xs[0].dtype)
     out_scales = None
     if scales is not None:
-        out_scales = torch.zeros(num_places, scales[0].shape[1], dtype=scales[0].dtype, device="cpu")
+        out_scales = torch.zeros(num_places, *scales[0].shape[1:], dtype=scales[0].dtype, device="cpu")
     out_ids = torch.full((num_places, plan.top_k), -1, dtype=torch.int64, device="cpu")
     out_weights = None
     if topk_weights is not None:
@@ -214,7 +216,7 @@ def _fill(
     # Where rows are routes, a received token counts for its source even if some of its routes were dropped.
     kept = list(rows) if by_token else _keys_in_order(plan, ids, rank, "token")
     if out_scales is not None:
-        out_scales = out_scales.view(*shape, out_scales.shape[1])
+        out_scales = out_scales.view(*shape, *out_scales.shape[1:])
         out_scales = _laid_out(out_scales, scale_layout) if layout == "slots" else out_scales
     return Routed(
         tokens=tokens.view(*shape, plan.hidden),
@@ -262,10 +264,10 @@ def _slot_ranges(plan: Plan, ids: list[list[list[int]]], local: range, num_place
 
 
 def _laid_out(scales: torch.Tensor, scale_layout: str) -> torch.Tensor:
-    """Give scales [L, S, n] the layout that ``Communicator.dispatch`` describes."""
-    local, slots, blocks = scales.shape
+    """Give scales [L, S, n] the layout that ``Communicator.dispatch`` describes. "rows" leaves [L, S] as well."""
     if scale_layout == "rows":
         return scales
+    local, slots, blocks = scales.shape
     if scale_layout == "columns":
         out = torch.empty(local * blocks * slots, dtype=torch.float32, device="cpu")
         out = out.as_strided((local, slots, blocks), (slots * blocks, 1, slots))
@@ -577,14 +579,13 @@ def quantize_fp8(
     Args:
         x: floating point [..., H], H a multiple of 128.
         power_of_two_scales: round each scale up to a power of two and divide x by it.
-        recipe: "block", or "row" for one scale of all H values.
+        recipe: "block", or "row", where a block is all H values.
 
     Returns:
-        q: float8_e4m3fn [..., H]; scales: float32 [..., H / 128], or [...] with recipe "row".
+        q: float8_e4m3fn [..., H]; scales: float32 [..., H / 128], by recipe "row" [...].
     """
-    table = _e4m3_values()
-    lead, width = x.shape[:-1], x.shape[-1] if recipe == "row" else FP8_BLOCK
-    blocks = x.detach().cpu().float().reshape(-1, width)
+    table, of_rows = _e4m3_values(), recipe == "row"
+    blocks = x.detach().cpu().float().reshape(-1, x.shape[-1] if of_rows else FP8_BLOCK)
     q = torch.empty(blocks.shape, dtype=torch.uint8, device="cpu")
     scales = torch.empty(len(blocks), dtype=torch.float32, device="cpu")
     limit, floor = (torch.tensor(value, dtype=torch.float32, device="cpu") for value in (448.0, 1e-4))
@@ -600,8 +601,8 @@ def quantize_fp8(
             scaled = block / scale
         scales[row] = scale
         q[row] = _nearest_e4m3(scaled.clamp(-448.0, 448.0), table)
-    of_rows = lead if recipe == "row" else (*lead, x.shape[-1] // width)
-    return q.view(torch.float8_e4m3fn).reshape(x.shape), scales.reshape(of_rows)
+    shape = x.shape[:-1] if of_rows else (*x.shape[:-1], x.shape[-1] // FP8_BLOCK)
+    return q.view(torch.float8_e4m3fn).reshape(x.shape), scales.reshape(shape)
 
 
 def _e4m3_values() -> torch.Tensor:

@@ -193,6 +193,26 @@ def test_quantised_rows_to_tensors_of_the_caller(context: RankContext, way: str)
 
 
 @on_ranks("emulated_four")
+@each_way
+@pytest.mark.parametrize("layout", ["token", "rank", "expert", "slots"])
+def test_one_scale_for_each_row(context: RankContext, way: str, layout: str) -> None:
+    """Made on the way or given, it crosses nodes beside its row."""
+    case = replace(CASE, dtype=FP32, hidden=1280, tokens=(7, 4), to_quantise=True, recipe="row")
+    problem = make_problem(case, context.num_ranks)
+    x, ids, weights = problem.arguments(context)
+    want = problem.dispatched(layout, to_fp8=True, recipe="row")[context.rank]
+    with comm_of(context, problem.plan, way) as comm, torch.no_grad():
+        same_routed(comm.dispatch(x, ids, weights, layout=layout, to_fp8=True, recipe="row"), want, problem.plan)
+        pair = tl.quantize_fp8(x, recipe="row")
+        routed = comm.dispatch(pair, ids, weights, layout=layout, recipe="row")
+        same_routed(routed, want, problem.plan)
+        if layout != "slots":
+            _, scales = comm.dispatch_again(pair, routed)
+            assert routed.scales is not None
+            assert scales.shape == routed.scales.shape
+
+
+@on_ranks("emulated_four")
 @pytest.mark.slow
 def test_calls_of_a_serving_loop(context: RankContext) -> None:
     """From the second on they are launched with nothing around them, and results stay those of the reference."""

@@ -37,6 +37,7 @@ OTHER_VALUES: dict[str, Any] = {
     "power_of_two_scales": False,
     "strategy": "all_gather",
     "scale_layout": "columns",
+    "recipe": "row",
     "weighted": False,
     "weights_from_home": True,
     "wire_dtype": torch.float16,

@@ -165,6 +165,7 @@ def check_layouts(context: RankContext, case: Case, ranks_per_node: int) -> None
 def all_layouts(context: RankContext, comm: Communicator, problem: Problem) -> None:
     for layout in LAYOUTS:
         options: dict[str, Any] = {"layout": layout, "alignment": 4 if layout == "expert" else 1}
+        options["recipe"] = problem.recipe
         if layout == "slots":
             options["capacity"] = problem.rows_needed("slots") + 1
         there_and_back(context, comm, problem, options, bounded=False)

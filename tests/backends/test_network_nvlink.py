@@ -45,6 +45,7 @@ CASES = {
     "fp32": CASE,
     "fp64": replace(UNEQUAL, dtype=FP64, hidden=3),
     "fp8": replace(UNEQUAL, dtype=FP8, hidden=256, ids_dtype=torch.int32),
+    "fp8, row": replace(UNEQUAL, dtype=FP8, hidden=256, recipe="row"),
     "odd width, no weights": replace(UNEQUAL, hidden=7, weights="absent", pick="repeats"),
     "to one rank, full": replace(UNEQUAL, tokens=(5,), spare=0, pick="one rank"),
     "to all, full": replace(UNEQUAL, tokens=(3, 5), spare=0, top_k=8, unused=0.0),

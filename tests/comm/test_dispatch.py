@@ -19,6 +19,7 @@ from tests.support.cases import (
     FP16,
     FP32,
     FP64,
+    ROW_CASES,
     Case,
     Problem,
     case_params,
@@ -36,7 +37,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.wire import count_wire
 from tokenloom import reference
 from tokenloom.comm import autograd
-from tokenloom.plan import ROUTE_LAYOUTS
+from tokenloom.plan import RECIPES, ROUTE_LAYOUTS
 from tokenloom.runtime.processes import RankContext
 
 LAYOUTS = ("token", "rank", "expert", "slots")
@@ -49,7 +50,7 @@ ALIGNMENTS = (1, 4, 128)
 @pytest.mark.sampled(4)
 @pytest.mark.slow_on(1, 4)
 @each_backend
-@pytest.mark.parametrize("case", case_params())
+@pytest.mark.parametrize("case", [*case_params(), *case_params(of=ROW_CASES)])
 def test_dispatch(context: RankContext, backend: str, case: Case) -> None:
     """Every case in every layout, with exact and with bounded sizes."""
     problem = make_problem(case, context.num_ranks)
@@ -65,7 +66,7 @@ def check_layout(context: RankContext, comm: tl.Communicator, problem: Problem, 
         check_slots(context, comm, problem)
         return
     x, ids, weights = problem.arguments(context)
-    options: dict[str, Any] = {"layout": layout, "alignment": alignment}
+    options: dict[str, Any] = {"layout": layout, "alignment": alignment, "recipe": problem.recipe}
     exact = comm.dispatch(x, ids, weights, **options)
     want = problem.dispatched(layout, alignment=alignment)
     same_routed(exact, want[context.rank], problem.plan)
@@ -92,8 +93,10 @@ def check_slots(context: RankContext, comm: tl.Communicator, problem: Problem) -
     for capacity in (needed, needed + 5, None):
         if capacity is None and needed > problem.plan.default_slots:
             continue
-        for scale_layout in ("rows", "columns") if problem.scales is not None else ("rows",):
+        by_block = problem.scales is not None and problem.recipe == "block"
+        for scale_layout in ("rows", "columns") if by_block else ("rows",):
             options: dict[str, Any] = {"layout": "slots", "capacity": capacity, "scale_layout": scale_layout}
+            options["recipe"] = problem.recipe
             routed = comm.dispatch(*problem.arguments(context), **options)
             same_routed(routed, problem.dispatched(**options)[context.rank], problem.plan)
             assert routed.topk_ids is None
@@ -174,15 +177,16 @@ def problem_to_fp8(case: Case, num_ranks: int) -> Problem:
 @pytest.mark.slow_on(1, 4)
 @each_backend
 @scales_of
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in TO_FP8_CASES])
-def test_to_fp8(context: RankContext, backend: str, case: Case, power_of_two: bool) -> None:
+def test_to_fp8(context: RankContext, backend: str, case: Case, recipe: str, power_of_two: bool) -> None:
     """Every layout and size: what the reference says, and what a dispatch of quantize_fp8's pair brings."""
-    problem = problem_to_fp8(case, context.num_ranks)
+    problem = problem_to_fp8(replace(case, recipe=recipe), context.num_ranks)
     comm = make_comm(context, backend, problem.plan)
     x, ids, weights = problem.arguments(context)
     assert isinstance(x, torch.Tensor)
-    pair = tl.quantize_fp8(x, power_of_two_scales=power_of_two)
-    quantising: dict[str, Any] = {"to_fp8": True, "power_of_two_scales": power_of_two}
+    pair = tl.quantize_fp8(x, power_of_two_scales=power_of_two, recipe=recipe)
+    quantising: dict[str, Any] = {"to_fp8": True, "power_of_two_scales": power_of_two, "recipe": recipe}
     for layout, alignment in (("token", 1), ("rank", 1), ("expert", 1), ("expert", 4)):
         options: dict[str, Any] = {"layout": layout, "alignment": alignment}
         want = problem.dispatched(**options, **quantising)
@@ -190,18 +194,19 @@ def test_to_fp8(context: RankContext, backend: str, case: Case, power_of_two: bo
         same_routed(got, want[context.rank], problem.plan)
         assert got.tokens.dtype == FP8
         assert not got.tokens.requires_grad
-        same_routed(comm.dispatch(pair, ids, weights, **options), want[context.rank], problem.plan)
+        same_routed(comm.dispatch(pair, ids, weights, **options, recipe=recipe), want[context.rank], problem.plan)
         capacity = None if layout == "rank" else max(1, max(each.num_rows for each in want))
         bounded = comm.dispatch(x, ids, weights, **options, **quantising, sizes="bounded", capacity=capacity)
         if capacity is not None:
             want = problem.dispatched(**options, **quantising, capacity=capacity, bounded=True)
         same_routed(bounded, want[context.rank], problem.plan, bounded=True)
     slots = {"layout": "slots", "capacity": problem.rows_needed("slots") + 1}
-    for scale_layout in ("rows", "columns", "packed") if power_of_two else ("rows", "columns"):
+    orders = ("columns", "packed") if power_of_two else ("columns",)
+    for scale_layout in ("rows", *(orders if recipe == "block" else ())):
         options = slots | {"scale_layout": scale_layout}
         want = problem.dispatched(**options, **quantising)
         same_routed(comm.dispatch(x, ids, weights, **options, **quantising), want[context.rank], problem.plan)
-        same_routed(comm.dispatch(pair, ids, weights, **options), want[context.rank], problem.plan)
+        same_routed(comm.dispatch(pair, ids, weights, **options, recipe=recipe), want[context.rank], problem.plan)
     same_bytes(x, problem.xs[context.rank], "x, which is not to be changed")
     routed = comm.dispatch(x, ids, weights, layout="token")  # quantising is of one call
     same_routed(routed, problem.dispatched("token")[context.rank], problem.plan)

@@ -147,11 +147,27 @@ DISPATCH_FAULTS: list[Fault] = [
      ["scale_layout is 'columns'", "'expert' has scales by row alone", "leave it out"]),
     ("a scale_layout of nothing", lambda a: a | {"layout": "slots", "scale_layout": "columns"}, tl.InvalidArgument,
      ["scale_layout is 'columns'", "x is torch.float32 without scales", "pass to_fp8=True"]),
+    ("an unknown recipe", lambda a: a | {"recipe": "tile"}, tl.InvalidArgument,
+     ["recipe is 'tile'", "block, row"]),
+    ("a recipe that cannot be looked up", lambda a: a | {"recipe": ["row"]}, tl.InvalidArgument,
+     ["recipe is ['row']", "block, row"]),
+    ("a recipe of nothing", lambda a: a | {"recipe": "row"}, tl.InvalidArgument,
+     ["recipe is 'row', but x is torch.float32 without scales", "pass to_fp8=True"]),
 ]  # fmt: skip
 
 FP8_FAULTS: list[Fault] = [
     ("scales of another shape", lambda a: a | {"x": (a["x"][0], a["x"][1][:, :1].contiguous())}, tl.ShapeMismatch,
      ["scales is [4, 1]", "[4, 2]", "one per 128 values"]),
+    ("scales of rows", lambda a: a | {"x": (a["x"][0], a["x"][1][:, 0].contiguous())}, tl.ShapeMismatch,
+     ["scales is [4], a scale for each row", "recipe='row' takes those"]),
+    ("scales of blocks to rows", lambda a: a | {"recipe": "row"}, tl.ShapeMismatch,
+     ["scales is [4, 2], a scale for each of 128 values", "recipe='block' takes those"]),
+    ("scales of rows in a column", lambda a: a | {"x": (a["x"][0], a["x"][1][:, :1].contiguous()), "recipe": "row"},
+     tl.ShapeMismatch, ["scales is [4, 1]", "[4]: one for each row"]),
+    ("packed scales of rows", lambda a: a | {"x": (a["x"][0], a["x"][1][:, 0].int()), "recipe": "row"},
+     tl.DtypeMismatch, ["scales is torch.int32", "float32"]),
+    ("scales of rows by column", lambda a: a | {"recipe": "row", "layout": "slots", "scale_layout": "columns"},
+     tl.InvalidArgument, ["scale_layout is 'columns', which recipe 'block' has", "leave it out"]),
     ("scales in float64", lambda a: a | {"x": (a["x"][0], a["x"][1].double())}, tl.DtypeMismatch,
      ["scales is torch.float64", "float32"]),
     ("scales not contiguous", lambda a: a | {"x": (a["x"][0], strided(a["x"][1]))}, tl.ShapeMismatch,
@@ -432,7 +448,7 @@ def check_disagreement(context: RankContext, backend: str, index: int, odd: int)
 
 @each_backend
 @pytest.mark.parametrize("odd", ["first", "last"])
-@pytest.mark.parametrize("name", ["to_fp8", "power_of_two_scales", "scale_layout"])
+@pytest.mark.parametrize("name", ["to_fp8", "power_of_two_scales", "scale_layout", "recipe"])
 def test_disagreement_on_fp8(ranks: Ranks, backend: str, name: str, odd: str) -> None:
     """Rows of another width, or scales of another kind: PlanMismatch on every rank, nothing sent."""
     if ranks.num_ranks == 1:
@@ -448,7 +464,7 @@ def check_disagreement_on_fp8(context: RankContext, backend: str, name: str, odd
     if name == "scale_layout":
         options["layout"] = "slots"
     if context.rank == odd:
-        options[name] = "columns" if name == "scale_layout" else True
+        options[name] = {"scale_layout": "columns", "recipe": "row"}.get(name, True)
     expect_mismatch(context, lambda: comm.dispatch(x, ids, weights, **options), name, odd)
     still_works(context, comm, problem)
 

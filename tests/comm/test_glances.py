@@ -103,10 +103,10 @@ def fp8_tensors() -> Given:
     return dispatch_tensors() | {"x": x, "scales": scales, "out": None}
 
 
-def dispatch_fits(given: Given, sizes: str = "bounded", able: Capabilities = SENDS) -> bool:
+def dispatch_fits(given: Given, sizes: str = "bounded", able: Capabilities = SENDS, recipe: str = "block") -> bool:
     """What the glance of the kind of these tensors says. It may raise for what is wrong."""
     has_scales = given["scales"] is not None
-    options = DispatchOptions("token", 1, sizes, CAPACITY)
+    options = DispatchOptions("token", 1, sizes, CAPACITY, recipe=recipe)
     kind = DispatchKind(options, FP8 if has_scales else BF16, torch.int64, FP32, has_scales)
     fits = checks.dispatch_glance(PLAN, able, CPU, kind)
     with torch.no_grad():
@@ -179,6 +179,15 @@ def test_right_dispatches() -> None:
         assert dispatch_fits(without_tokens(given))
         for place in (-1, PLAN.num_experts - 1):
             assert dispatch_fits(given | {"ids": torch.full((T, 2), place)}, able=READS)
+
+
+def test_scales_of_rows() -> None:
+    """One for each row where the recipe says so, and only there."""
+    of_rows = fp8_tensors() | {"scales": torch.ones(T)}
+    assert dispatch_fits(of_rows, recipe="row")
+    assert not dispatch_fits(of_rows)
+    assert not dispatch_fits(fp8_tensors(), recipe="row")
+    assert not dispatch_fits(of_rows | {"scales": torch.ones(T - 1)}, recipe="row")
 
 
 def test_what_is_around_a_dispatch() -> None:
@@ -306,8 +315,8 @@ def test_right_tensors() -> None:
         assert not checks.fits_like(x, (T, 256), BF16, CPU)
 
 
-def again_fits(x: Any, layout: str = "token", plan: Plan = PLAN) -> bool:
-    return checks.fits_rows_again(plan, SENDS, CPU, x, T, layout)
+def again_fits(x: Any, layout: str = "token", plan: Plan = PLAN, recipe: str = "block") -> bool:
+    return checks.fits_rows_again(plan, SENDS, CPU, x, T, DispatchOptions(layout, 1, "bounded", None, recipe=recipe))
 
 
 ROWS_AGAIN: dict[str, Callable[[], Any]] = {
@@ -334,6 +343,9 @@ def test_right_rows_again() -> None:
     assert again_fits(dispatch_tensors()["x"], "slots")
     assert again_fits(quantised)
     assert not again_fits(quantised, "slots")
+    assert again_fits((quantised[0], torch.ones(T)), recipe="row")
+    assert not again_fits(quantised, recipe="row")
+    assert not again_fits((quantised[0], torch.ones(T)))
     narrow = replace(PLAN, hidden=200)
     odd = (torch.zeros(T, 200, dtype=torch.uint8).view(FP8), torch.ones(T, narrow.scales_per_token))
     assert not again_fits(odd, plan=narrow)

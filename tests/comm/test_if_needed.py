@@ -24,6 +24,7 @@ from tests.support.cases import (
 )
 from tests.support.on_ranks import on_ranks
 from tokenloom.errors import InvalidArgument, PeerError
+from tokenloom.plan import RECIPES
 from tokenloom.runtime.processes import RankContext
 
 CASE = Case("if needed", "", tokens=(6, 0, 3, 5), top_k=3, unused=0.2, hidden=256)
@@ -180,19 +181,26 @@ def test_the_usual_call(context: RankContext, backend: str) -> None:
 
 @on_ranks
 @each_backend
-def test_fp8_again(context: RankContext, backend: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp8_again(context: RankContext, backend: str, recipe: str) -> None:
     """Rows with scales go to the places of an earlier dispatch; layout "slots", with its own scales, refuses."""
     first, other = problems(FP8, context, 2)
+    if recipe == "row":
+        first, other = (replace(each, scales=[s[:, 0].contiguous() for s in each.scales]) for each in (first, other))
     other = replace(first, xs=other.xs, scales=other.scales)  # other rows by the same routes
     with make_comm(context, backend, first.plan) as comm, torch.no_grad():
         for layout, options in itertools.product(("token", "expert"), ({}, {"sizes": "bounded", "capacity": 80})):
-            routed = comm.dispatch(*first.arguments(context), layout=layout, **options)
+            routed = comm.dispatch(*first.arguments(context), layout=layout, recipe=recipe, **options)
             rows, scales = comm.dispatch_again(other.arguments(context)[0], routed)
             comm.dispatch_again(first.arguments(context)[0], routed)
             want = other.dispatched(layout)[context.rank]
             assert want.scales is not None
             same_bytes(rows[: want.num_rows], want.tokens, "rows")
             same_bytes(scales[: want.num_rows], want.scales, "scales")
-        slots = comm.dispatch(*first.arguments(context), layout="slots")
+        ranks = comm.dispatch(*first.arguments(context), layout="rank", recipe=recipe)
+        assert ranks.scales is not None
+        _, scales = comm.dispatch_again(other.arguments(context)[0], ranks)
+        assert scales.shape == ranks.scales.shape
+        slots = comm.dispatch(*first.arguments(context), layout="slots", recipe=recipe)
         with pytest.raises(InvalidArgument, match="in layout 'slots'; dispatch them anew"):
             comm.dispatch_again(other.arguments(context)[0], slots)

@@ -29,6 +29,7 @@ KINDS: list[Any] = [
     pytest.param("slots", {}, id="slots"),
     pytest.param("token", {"to_fp8": True}, id="token fp8", marks=pytest.mark.slow),
     pytest.param("slots", {"to_fp8": True, "scale_layout": "columns"}, id="slots columns", marks=pytest.mark.slow),
+    pytest.param("slots", {"to_fp8": True, "recipe": "row"}, id="slots fp8 row", marks=pytest.mark.slow),
 ]
 
 

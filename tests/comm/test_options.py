@@ -13,6 +13,7 @@ DISPATCH = [
     ("layout", ["token"], "layout is ['token'], expected one of "),
     ("sizes", ["exact"], "sizes is ['exact'], expected one of "),
     ("scale_layout", ["rows"], "scale_layout is ['rows'], expected one of "),
+    ("recipe", ["row"], "recipe is ['row'], expected one of "),
     ("strategy", ["dedup"], "strategy of dispatch is ['dedup'], expected one of "),
     ("copy", [True], "copy is [True], expected False, True or 'if_needed'"),
     ("copy", {"if_needed": True}, "copy is {'if_needed': True}, expected False, True or 'if_needed'"),

@@ -52,6 +52,8 @@ DISPATCHES: list[Any] = [
     pytest.param("slots", {"to_fp8": True, "scale_layout": "columns", "capacity": 11}, id="slots columns"),
     pytest.param("slots", {"to_fp8": True, "power_of_two_scales": True, "scale_layout": "packed"}, id="slots packed"),
     pytest.param("token", {"to_fp8": True}, id="token fp8"),
+    pytest.param("rank", {"to_fp8": True, "recipe": "row"}, id="rank fp8 row"),
+    pytest.param("slots", {"to_fp8": True, "recipe": "row", "capacity": 11}, id="slots fp8 row"),
 ]
 
 

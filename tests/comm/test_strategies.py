@@ -188,6 +188,7 @@ def test_layers(context: RankContext, dispatch: str, combine: str) -> None:
         ("all_to_all", "dedup", {}),
         ("all_to_all", "reduce_scatter", {"to_fp8": True, "alignment": 8}),
         ("all_to_all", "all_to_all", {"to_fp8": True}),
+        ("all_to_all", "dedup", {"to_fp8": True, "recipe": "row"}),
     ],
 )
 def test_kernels_give_the_same_bits(hoppers: Ranks, dispatch: str, combine: str, options: dict[str, Any]) -> None:

@@ -98,8 +98,9 @@ def same_call(launches: Launches) -> None:
     deadlines = [(each.fault, each.fault_claimed, each.timeout_ns) for each in (gemm1.deadline, gemm2.deadline)]
     assert deadlines == [(sent.call.fault, sent.call.fault_claimed, sent.call.timeout_ns)] * 2
     assert barrier.cleared == gemm1.begun == gemm2.begun == sent.begun, "it is 0 at first"
-    assert gemm1.stored == gemm2.stored == sent.begun + 4 * LINE, "and what is counted there, from 0 too"
-    assert barrier.num_cleared == LINE + tile_places(NUM_RANKS * 600 * TOP_K, LOCAL)
+    assert gemm2.rescaled == sent.begun + 4 * LINE, "and what is counted there, from 0 too"
+    assert gemm1.stored == gemm2.stored == sent.begun + 4 * 2 * LINE
+    assert barrier.num_cleared == 2 * LINE + tile_places(NUM_RANKS * 600 * TOP_K, LOCAL)
     assert gemm2.stored_by == 2 * 2 * (2 * INTERMEDIATE // 512), "two warps of two blocks for each pair of strips"
 
 
@@ -122,6 +123,23 @@ def test_each_call_tells_its_own_tensors(launches: Launches) -> None:
         assert result is out or not gives_out
     call(layer)
     assert launches["send_routes"].stats == 0
+
+
+def test_row_scales_lie_beside_those_of_tiles(launches: Launches) -> None:
+    """GEMM2 gives activations their scales, and multiplies by them."""
+    layer = make_layer(recipe="row")
+    w1, _, w2, _ = new_weights()
+    layer.use_weights(w1, torch.ones(LOCAL, 2 * INTERMEDIATE), w2, torch.ones(LOCAL, HIDDEN))
+    for dtype, num_tokens in ((BF16, 5), (BF16, 300), (FP8, 5)):
+        x = torch.zeros(num_tokens, HIDDEN, dtype=BF16).to(dtype)
+        given = x if dtype == BF16 else (x, torch.ones(num_tokens))
+        layer(given, torch.zeros(num_tokens, TOP_K, dtype=torch.int64), torch.ones(num_tokens, TOP_K))
+        gemm1, gemm2 = launches["gemm1"], launches["gemm2"]
+        assert gemm1.shape["row_scales"] == gemm2.shape["row_scales"] == gemm1.shape["power_of_two"] == 1
+        assert launches["send_routes"].shape["row_scales"] == 1
+        assert (gemm2.a_values, gemm2.a_tile_scales) == (gemm1.out, gemm1.out_scales)
+        assert gemm2.a_scales == gemm2.a_row_scales != gemm2.a_tile_scales
+        assert 0 < gemm2.rescaled < gemm2.stored
 
 
 def test_each_gemm_counts_its_own_claims(launches: Launches) -> None:

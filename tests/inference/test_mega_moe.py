@@ -10,14 +10,25 @@ import torch
 
 import tokenloom as tl
 from tests.conftest import HOPPER, Ranks
-from tests.support.mega_cases import CASES, Case, Layer, assert_near, expected, inputs, make_layer, make_mega
+from tests.support.mega_cases import (
+    CASES,
+    ROW_CASES,
+    Case,
+    Layer,
+    assert_near,
+    expected,
+    inputs,
+    make_layer,
+    make_mega,
+)
 from tests.support.on_ranks import on_ranks
+from tokenloom import reference
 from tokenloom.backends.peers.buffers import control_layout, fused_layout
 from tokenloom.errors import BackendUnavailable
 from tokenloom.inference.expert_memory import ExpertMemory
 from tokenloom.inference.schedules import SCHEDULES as MEASURED
 from tokenloom.inference.schedules import MegaSchedule
-from tokenloom.plan import Plan
+from tokenloom.plan import RECIPES, Plan
 from tokenloom.runtime.processes import RankContext
 
 pytestmark = pytest.mark.slow_on(4)
@@ -77,6 +88,7 @@ COMPOSED = (
     "geglu",
     "clamped geglu_tanh",
     "gated relu2",
+    *(name for name in ROW_CASES if name not in ("by row, many tokens", "by row, as real models")),
 )
 
 
@@ -318,6 +330,70 @@ def test_transposed_fp8() -> None:
             mega.load_weights(w1, w2, w1_scales, w2_scales, weight_layout=tl.WeightLayout(interleaved=True))
 
 
+def of_checkpoint(kind: str) -> dict[str, torch.Tensor]:
+    """FP8 weights and scales, as checkpoints of some kind have them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, w in list(small_weights().items())[:2]:
+        if kind == "channels":
+            found[name], scales = tl.quantize_fp8(w, recipe="row")
+        elif kind == "experts":
+            scales = w.float().abs().amax((1, 2)) / 448
+            found[name] = (w / scales[:, None, None]).to(torch.float8_e4m3fn)
+        else:
+            found[name], scales = tl.quantize_fp8_blocks(w)
+            if kind == "E8M0":
+                scales = torch.full_like(scales, 2.0**-7)
+        found[f"{name}_scales"] = scales.to(torch.float8_e8m0fnu) if kind == "E8M0" else scales
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("blocks", {"block": "as they were", "row": "rounded again: 512 of 512 channels"}),
+        ("channels", {"block": "rounded again: 512 of 512 channels", "row": "as they were"}),
+        ("experts", {"block": "repeated", "row": "repeated"}),
+        ("E8M0", {"block": "as they were", "row": "rebased exactly"}),
+        ("bfloat16", {"block": "quantised", "row": "quantised"}),
+    ],
+)
+def test_weights_of_checkpoints(kind: str, recipe: str, said: dict[str, str]) -> None:
+    """The layer says how the scales came about, and computes with them. Nothing is rounded again unasked."""
+    given = small_weights() if kind == "bfloat16" else of_checkpoint(kind)
+    given = {name: tensor for name, tensor in given.items() if "bias" not in name}
+    with small_mega(recipe=recipe) as mega:
+        if "again" in said[recipe]:
+            with pytest.raises(
+                tl.InvalidArgument, match=r"^w1 has scales of recipe=.*pass round_again=True to allow it"
+            ):
+                mega.load_weights(**given)
+            assert not mega.weights
+        mega.load_weights(**given, round_again="again" in said[recipe])
+        assert f"scales of w1 {said[recipe]}" in mega.describe()
+        assert f"recipe {recipe}:" in mega.describe()
+        plain = [
+            tl.weights_for(recipe, given[name], given.get(f"{name}_scales"), round_again=True) for name in ("w1", "w2")
+        ]
+        x = torch.randn(4, 256, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+        (w1, w1_scales, _), (w2, w2_scales, _) = plain
+        routes = (torch.tensor([[0], [1], [0], [-1]]), torch.full((4, 1), 0.5))
+        assert_near(outputs(mega), reference.fused_layer(x, *routes, w1, w1_scales, w2, w2_scales, recipe=recipe))
+
+
+def test_interleaved_fp8_with_scales_of_channels() -> None:
+    given = of_checkpoint("channels")
+    with small_mega(recipe="row") as mega:
+        mega.load_weights(**given)
+        wanted = outputs(mega)
+        for name in ("w1", "w1_scales"):
+            values = given[name].view(torch.uint8) if given[name].itemsize == 1 else given[name]
+            turned = values.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
+            given[name] = turned.view(given[name].dtype)
+        mega.load_weights(**given, weight_layout=tl.WeightLayout(interleaved=True))
+        assert torch.equal(outputs(mega), wanted)
+
+
 def test_where_kernels_do_not_run() -> None:
     """One error with one cure, that of a MegaMoE. (No group means tensors on the CPU.)"""
     with pytest.raises(BackendUnavailable, match=r"needs a GPU.*; use backend='composed'$") as raised:
@@ -358,6 +434,8 @@ MADE_WRONGLY: dict[str, tuple[dict[str, Any], type[tl.TokenloomError], str]] = {
     "another activation": ({"activation": "geglu"}, tl.PlanMismatch, "activation"),
     "top_k": ({"top_k": "1"}, tl.TokenloomError, "top_k"),
     "clamp": ({"activation_clamp": "7"}, tl.PeerError, "activation_clamp is '7', expected a number above 0"),
+    "recipe": ({"recipe": "rows"}, tl.PeerError, "recipe is 'rows', expected one of block, row"),
+    "another recipe": ({"recipe": "row"}, tl.PlanMismatch, "recipe"),
     "schedule": ({"schedule": 32}, tl.PeerError, "schedule is 32, expected a MegaSchedule, or None"),
 }
 

@@ -246,6 +246,7 @@ VARIANTS: dict[str, Variant] = {
     for variant in (
         DispatchNetworkVariant(LARGE, 8, x_dtype=BF16),
         DispatchNetworkVariant(LARGE, 4, layout="rank", x_dtype=BF16, quantize="any scale"),
+        DispatchNetworkVariant(LARGE, 8, x_dtype=BF16, quantize="power of two", recipe="row"),
         CombineNetworkVariant(LARGE, 8, y_dtype=BF16, wire_dtype=BF16, out_dtype=BF16, weights="received"),
         CombineNetworkVariant(LARGE, 4, layout="rank", y_dtype=BF16, wire_dtype=FP32, out_dtype=BF16),
         *(DispatchNetworkVariant(LARGE, 8, x_dtype=BF16, part=part) for part in ("send", "receive")),

@@ -155,6 +155,22 @@ _NAMED: list[Named] = [
     ),
     quantizing("to fp8, hidden 128", "token", "power of two", hidden=128),
     quantizing("to fp8, hidden 5120", "rank", "any scale", FP32, hidden=5120),
+    # One scale for a whole row: its quantising reads the row twice.
+    dispatch("fp8, row scales", "expert", FP8, recipe="row"),
+    *(
+        dispatch(f"{layout} {dtype} to fp8, {quantize}, row scales", layout, dtype, quantize=quantize, recipe="row")
+        for layout, quantize, dtype in (
+            *product(("expert",), ("any scale", "power of two"), (BF16, FP16, FP32)),
+            ("token", "any scale", BF16),
+        )
+    ),
+    dispatch("to fp8, row scales, hidden 128", "token", BF16, quantize="any scale", recipe="row", hidden=128),
+    *(
+        dispatch(
+            f"slots, {how}, row scales, eager", "slots", dtype, quantize=how, staged=True, eager=True, recipe="row"
+        )
+        for how, dtype in (("", FP8), ("any scale", BF16))
+    ),
     quantizing("to fp8, top-32 of 32 ranks", "expert", "any scale", FP32, top_k=32, num_ranks=32, experts_per_rank=8),
     # Every route comes home by itself: rows are scaled and not added where they leave, and there are top_k at home.
     per_route("bf16", BF16, BF16, BF16),

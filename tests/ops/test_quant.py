@@ -12,6 +12,7 @@ from tests.support.cases import BF16, FP8, FP16, FP32, FP64
 from tokenloom import dequantize_fp8, quantize_fp8, quantize_fp8_blocks, reference
 from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops import quant
+from tokenloom.plan import RECIPES
 
 both = pytest.mark.parametrize("quantize", [quant.quantize_fp8, reference.quantize_fp8], ids=["quant", "reference"])
 scales_of = pytest.mark.parametrize("power_of_two", [False, True], ids=["any scale", "power of two"])
@@ -133,13 +134,14 @@ def samples(dtype: torch.dtype) -> torch.Tensor:
 @scales_of
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
 @pytest.mark.parametrize("device", DEVICES)
-def test_equals_reference(device: str, dtype: torch.dtype, power_of_two: bool) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_equals_reference(recipe: str, device: str, dtype: torch.dtype, power_of_two: bool) -> None:
     """Bit for bit, codes and scales; a GPU's division must be the IEEE one."""
-    x = samples(dtype)
-    q, scales = (each.cpu() for each in quantize_fp8(x.to(device), power_of_two_scales=power_of_two))
-    want_q, want_scales = reference.quantize_fp8(x, power_of_two_scales=power_of_two)
+    x, options = samples(dtype), {"power_of_two_scales": power_of_two, "recipe": recipe}
+    q, scales = (each.cpu() for each in quantize_fp8(x.to(device), **options))  # type: ignore[arg-type]
+    want_q, want_scales = reference.quantize_fp8(x, **options)  # type: ignore[arg-type]
     assert q.shape == want_q.shape == x.shape
-    assert scales.shape == (len(x), 2)
+    assert scales.shape == want_scales.shape == ((len(x), 2) if recipe == "block" else (len(x),))
     assert scales.dtype == FP32
     assert torch.equal(scales.view(torch.int32), want_scales.view(torch.int32))
     assert torch.equal(q.view(torch.uint8), want_q.view(torch.uint8))

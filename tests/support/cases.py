@@ -53,6 +53,7 @@ class Case:
         ids_dtype: int32 or int64.
         weights: "given", "absent", or "nan where unused".
         to_quantise: x is finite and has every kind of block that quantising tells apart (hidden: a multiple of 128).
+        recipe: by which FP8 x has its scales, and x has its kinds of blocks.
         offset: elements before x in its storage, which decides how its rows are aligned.
         seed: of everything random.
     """
@@ -71,6 +72,7 @@ class Case:
     weights: str = "given"
     offset: int = 0
     to_quantise: bool = False
+    recipe: str = "block"
     seed: int = 0
 
 
@@ -120,9 +122,20 @@ CASES = [
 ]  # fmt: skip
 
 
-def case_params(names: Sequence[str] | None = None) -> list[object]:
+ROW_CASES = [
+    Case("fp8-row", "one scale a row travels with it", dtype=FP8, hidden=256, tokens=(6, 3, 0, 4), recipe="row"),
+    Case("fp8-row-unused", "scales of padding rows are zero, also where a block is a row", dtype=FP8, hidden=128,
+         unused=0.5, top_k=4, pick="repeats", recipe="row"),
+    Case("fp8-row-one-row", "a single scale begins in the middle of what arrived", dtype=FP8, hidden=256, top_k=1,
+         tokens=(1, 0), weights="absent", pick="one rank", recipe="row"),
+    Case("fp8-row-empty", "zero tokens with scales of rows", dtype=FP8, hidden=256, tokens=(0,), recipe="row"),
+]  # fmt: skip
+"""FP8 rows of recipe "row", which a dispatch must be told."""
+
+
+def case_params(names: Sequence[str] | None = None, of: Sequence[Case] = CASES) -> list[object]:
     """The cases (all, or those named) as pytest parameters."""
-    found = [case for case in CASES if names is None or case.name in names]
+    found = [case for case in of if names is None or case.name in names]
     assert names is None or len(found) == len(names), "a case was renamed"
     return [pytest.param(case, id=case.name) for case in found]
 
@@ -137,6 +150,7 @@ class Problem:
     topk_ids: list[torch.Tensor]
     topk_weights: list[torch.Tensor] | None
     seed: int
+    recipe: str = "block"
 
     def arguments(self, context: RankContext) -> tuple[object, torch.Tensor, torch.Tensor | None]:
         """What ``context``'s rank passes to dispatch, new tensors."""
@@ -190,6 +204,7 @@ def make_problem(case: Case, num_ranks: int) -> Problem:
         topk_ids=all_ids,
         topk_weights=None if case.weights == "absent" else weights,
         seed=case.seed,
+        recipe=case.recipe,
     )
 
 
@@ -197,8 +212,9 @@ def _make_x(case: Case, num_tokens: int, generator: torch.Generator) -> tuple[to
     """x and its scales; with a -0.0, an infinity and a NaN, since dispatch copies bytes."""
     values = torch.randn(num_tokens * case.hidden, generator=generator, dtype=FP64)
     special = torch.tensor([-0.0, torch.inf, torch.nan], dtype=FP64)[: len(values)]
+    block = case.hidden if case.recipe == "row" else 128
     if case.to_quantise:
-        values = _blocks_to_quantise(values.view(-1, 128), case.dtype, generator).flatten()
+        values = _blocks_to_quantise(values.view(-1, block), case.dtype, generator).flatten()
     elif case.dtype == FP8:
         values = values.clamp(-400, 400).float().to(FP8)
         values.view(torch.uint8)[: len(special)] = special.nan_to_num(448, 448).float().to(FP8).view(torch.uint8)
@@ -207,29 +223,32 @@ def _make_x(case: Case, num_tokens: int, generator: torch.Generator) -> tuple[to
     values = values.to(case.dtype)
     storage = torch.zeros(case.offset + len(values), dtype=torch.float32).to(case.dtype)
     storage.view(torch.uint8)[case.offset * storage.element_size() :] = values.view(torch.uint8)
-    scales = torch.rand(num_tokens, case.hidden // 128, generator=generator) + 0.5
+    scales = torch.rand(num_tokens, case.hidden // block, generator=generator) + 0.5
+    scales = scales.squeeze(1) if case.recipe == "row" else scales
     return storage[case.offset :].view(num_tokens, case.hidden), scales
 
 
 def _blocks_to_quantise(blocks: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """[blocks, 128] normal values -> finite ones of ``dtype``: of all magnitudes, wide, ties, zeros, tiny, huge."""
+    """Normal [blocks, n * 128] -> finite values of ``dtype``: of all magnitudes, wide, ties, zeros, tiny, huge."""
+    size = blocks.shape[1]
     limit = 4.0 if dtype == FP16 else 30.0
     blocks *= 10.0 ** (torch.rand(len(blocks), 1, generator=generator, dtype=FP64) * 2 * limit - limit)
-    signs = torch.tensor([1.0, -1.0], dtype=FP64).repeat(64)
+    signs = torch.tensor([1.0, -1.0], dtype=FP64).repeat(size // 2)
     between = (torch.arange(17, 33, 2) / 16).repeat(16) * 2.0 ** torch.arange(-8, 8).repeat_interleave(8)
+    between = between.repeat(size // 128)
     for index, block in enumerate(blocks):
         kind = index % 6
         if kind == 1:  # many magnitudes in one block
-            block *= 10.0 ** torch.randint(-6, 1, (128,), generator=generator)
+            block *= 10.0 ** torch.randint(-6, 1, (size,), generator=generator)
         elif kind == 2:  # the scale is 1 or 2: half way between two values of E4M3, up to the smallest
             block[:] = between * signs
             block[0] = 448.0 * 2 ** (index // 6 % 2)
         elif kind == 3:
             block[:] = 0 * signs
         elif kind == 4:  # below the floor of amax
-            block[:] = torch.randn(128, generator=generator, dtype=FP64) * 1e-5
-        elif kind == 5:  # huge
-            block[index % 128] = torch.finfo(dtype if dtype != FP64 else FP32).max / 2
+            block[:] = torch.randn(size, generator=generator, dtype=FP64) * 1e-5
+        elif kind == 5:  # one huge value
+            block[index * 37 % size] = torch.finfo(dtype if dtype != FP64 else FP32).max / 2
     return blocks
 
 
@@ -373,6 +392,9 @@ def same_routed(got: tl.Routed, want: reference.Routed, plan: Plan, *, bounded: 
         if got_rows is None or want_rows is None:
             return
         assert got_rows.shape == want_rows.shape, f"{what} {got_rows.shape}, expected {want_rows.shape}"
+        got_rows, want_rows = (
+            rows if rows.ndim == got.tokens.ndim else rows.unsqueeze(-1) for rows in (got_rows, want_rows)
+        )
         got_flat, want_flat = (routing.packed(rows.flatten(0, -2).cpu()) for rows in (got_rows, want_rows))
         same_bytes(got_flat.view(torch.uint8)[specified], want_flat.view(torch.uint8)[specified], what)
 

@@ -165,7 +165,7 @@ class CollectiveBackend:
         with self._ranks.telling():
             sizes = self._sizes(send, rows, routes, self._exchange.legs(rows, words_by_rank))
             if options.to_fp8:
-                x, scales = quantize_fp8(x, power_of_two_scales=options.power_of_two_scales)
+                x, scales = quantize_fp8(x, power_of_two_scales=options.power_of_two_scales, recipe=options.recipe)
             words, split = self._metadata(ids, topk_weights, scales)
             metadata, payload = self._send_dispatch(sizes, x, options.strategy, words)
 
@@ -245,13 +245,13 @@ class CollectiveBackend:
 
         Returns:
             The words [T, n], and a function that splits received words into tokens [R], local ids [R, K], weights
-            [R, K] and scales [R, H / 128].
+            [R, K] and scales [R, n], n 1 by recipe "row".
         """
         parts = [torch.arange(len(ids), dtype=torch.int32, device=ids.device)[:, None], ids.to(torch.int32)]
         if topk_weights is not None:
             parts.append(routing.packed(topk_weights.detach()).view(torch.int32))
         if scales is not None:
-            parts.append(routing.packed(scales).view(torch.int32))
+            parts.append(_by_row(scales).view(torch.int32))
         widths = [part.shape[1] for part in parts]
         first = self._ranks.rank * self._plan.experts_per_rank
 
@@ -404,7 +404,7 @@ class CollectiveBackend:
     ) -> RowsUnderWay[Any]:
         x, scales = values if isinstance(values, tuple) else (values, None)
         if scales is not None:
-            x = torch.cat([routing.packed(each).view(torch.uint8) for each in values], 1)
+            x = torch.cat([_by_row(each).view(torch.uint8) for each in values], 1)
         call = "rows again" if scales is not None or x.shape[1] == self._plan.hidden else "weights again"
         send = self._send_rows if to == "rows" else self._send_places
         sent = self._gradient(handle, call, lambda: send(handle.sizes, x, strategy))
@@ -474,6 +474,11 @@ class CollectiveBackend:
 
     def close(self) -> None:
         self._overflow = None
+
+
+def _by_row(values: torch.Tensor) -> torch.Tensor:
+    """[n, width] to be viewed as another dtype, of [n, width]; or of scales of whole rows, [n], as [n, 1]."""
+    return routing.packed(values if values.ndim > 1 else values.unsqueeze(1))
 
 
 def _sum_at_home(arriving: Arriving, counts: list[int], order: torch.Tensor, dtype: torch.dtype) -> ArrivingSum:

@@ -72,7 +72,7 @@ class CollectiveHandle:
     Attributes:
         local_ids: int32 [R, K].
         weights: [R, K], zero where there is no route, or None.
-        received_scales: float32 [R, H / 128] for FP8, else None.
+        received_scales: float32 [R, n] for FP8, n H / 128 or by recipe "row" 1; else None.
         placement: places of the received rows in the output.
         row_tokens: int32 [R], token of each received row on its source rank.
     """

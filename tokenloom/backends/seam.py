@@ -82,6 +82,7 @@ class DispatchOptions:
         strategy: what carries the payload, see :class:`tokenloom.Strategy`.
         scale_layout: how the scales of FP8 rows lie in layout "slots": "rows", "columns" or "packed". Elsewhere it
             is "rows".
+        recipe: which values of FP8 rows share a scale, of :data:`tokenloom.plan.RECIPES`. "block" without FP8.
     """
 
     layout: str
@@ -92,6 +93,7 @@ class DispatchOptions:
     power_of_two_scales: bool = False
     strategy: str = "dedup"
     scale_layout: str = "rows"
+    recipe: str = "block"
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class Tokens(NamedTuple):
 
     Attributes:
         x: [T, H], not quantised yet where ``DispatchOptions.to_fp8`` is set.
-        scales: float32 [T, H / 128] of an FP8 x, else None.
+        scales: float32 [T, H / 128] of an FP8 x, by recipe "row" [T]; else None.
         topk_ids: int32 or int64 [T, K].
         topk_weights: float32 (float64 beside float64 payloads) [T, K], or None.
     """
@@ -326,7 +328,10 @@ class Handle(Protocol):
 
     @property
     def scales(self) -> torch.Tensor | None:
-        """float32 [places, H / 128] of FP8 rows, else None. Layout "slots": as users see them, by ``scale_layout``."""
+        """float32 [places, n] of FP8 rows, else None; n is H / 128, by recipe "row" 1.
+
+        Layout "slots": [L, S, n], by ``scale_layout`` as users see them.
+        """
 
     @property
     def host_counts(self) -> list[int] | None:

@@ -103,7 +103,7 @@ class Kinds:
             mode: fields of a :class:`DispatchKind` from ``x_needs_grad`` on.
             x, scales, topk_ids, weights: plain tensors, or None. out: as the caller passed it.
         """
-        _, alignment, _, capacity, to_fp8, powers, _, _ = arguments
+        _, alignment, _, capacity, to_fp8, powers, _, _, _ = arguments
         # Other classes equal these, but mean something else: True is no number of rows, and 1 is not True.
         if not (alignment.__class__ is int and (capacity is None or capacity.__class__ is int)):
             return None
@@ -567,10 +567,10 @@ class ResendCall(UserCall):
         x, routed, engine = self._x, self._routed, self.engine
         if routed.__class__ is not Routed or routed._owner is not self.owner:
             return False
-        self._values = x
+        self._values, handle = x, routed._handle
         try:
             is_right = checks.fits_rows_again(
-                engine.plan, engine.capabilities, engine.ranks.device, x, routed._handle.num_tokens, routed.layout
+                engine.plan, engine.capabilities, engine.ranks.device, x, handle.num_tokens, handle.options
             )
         except (AttributeError, RuntimeError):  # no tensor, or a nested or sparse one
             return False
@@ -583,8 +583,8 @@ class ResendCall(UserCall):
         plan, handle = engine.plan, routed._handle
         if self._copy not in (True, "if_needed"):
             raise InvalidArgument(f"copy is {self._copy!r}, expected True or 'if_needed'")
-        values, self._scale_words = checks.unpacked(plan, self._x, "rows")
-        checks.rows_again(plan, engine.capabilities, engine.ranks.device, values, handle.num_tokens, routed.layout)
+        values, self._scale_words = checks.unpacked(plan, self._x, "rows", handle.options.recipe)
+        checks.rows_again(plan, engine.capabilities, engine.ranks.device, values, handle.num_tokens, handle.options)
         self._values = values.detach() if isinstance(values, torch.Tensor) else tuple(values)
 
     def send(self, stream: int | None) -> None:
@@ -600,7 +600,9 @@ class ResendCall(UserCall):
         rows, scales = found
         if words is not None:
             scales = scales.view(torch.int32)[:, :words].contiguous()
-        return routed._by_place(rows), routed._by_place(scales)
+        scales = routed._by_place(scales)
+        of_rows = routed._handle.options.recipe == "row"
+        return routed._by_place(rows), scales.squeeze(-1) if of_rows else scales
 
 
 class ValuesHomeCall(UserCall):

@@ -35,6 +35,7 @@ from tokenloom.errors import (
     ShapeMismatch,
     a_type,
 )
+from tokenloom.ops.quant.fp8 import require_recipe
 from tokenloom.ops.quant.scale_layouts import empty_scales
 from tokenloom.plan import FP8_BLOCK, ROUTE_LAYOUTS, SCALE_LAYOUTS, Plan
 from tokenloom.runtime.torch_modes import PLAIN, has_memory, is_plain, require_no_tangent, settled
@@ -45,6 +46,7 @@ MAX_ROWS = 2**31 - 1
 """Counts of rows are int32."""
 SIZES = ("exact", "bounded")
 ID_DTYPES = (torch.int32, torch.int64)
+META = torch.device("meta")
 FAR = 1 << 40
 """An address that no view of freed memory has: its storage is gone, and the address is the view's offset in it."""
 
@@ -60,9 +62,10 @@ class DispatchArguments(NamedTuple):
     power_of_two_scales: bool = False
     strategy: str = "dedup"
     scale_layout: str = "rows"
+    recipe: str = "block"
 
 
-DispatchValues = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
+DispatchValues = tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any]
 """The values of :class:`DispatchArguments`, as a tuple that every call makes quicker."""
 
 
@@ -85,7 +88,7 @@ def dispatch_options(plan: Plan, able: Capabilities, arguments: DispatchArgument
     Args:
         able: what the communicator's backend can do.
     """
-    layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout = arguments
+    layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout, recipe = arguments
     if layout not in able.layouts:
         raise InvalidArgument(f"layout is {layout!r}, expected one of {', '.join(able.layouts)}")
     if sizes is None:
@@ -126,21 +129,28 @@ def dispatch_options(plan: Plan, able: Capabilities, arguments: DispatchArgument
         raise InvalidArgument(
             "power_of_two_scales=True without to_fp8=True: dispatch quantises nothing then; pass to_fp8=True too"
         )
-    _check_scale_layout(layout, scale_layout, to_fp8, power_of_two_scales)
+    _check_scale_layout(layout, scale_layout, to_fp8, power_of_two_scales, require_recipe(recipe))
     Strategy(dispatch=strategy)
     if strategy not in able.dispatch_strategies:
         raise InvalidArgument(f"strategy is {strategy!r}, this backend has {', '.join(able.dispatch_strategies)}")
     if strategy == "all_to_all" and layout not in ROUTE_LAYOUTS:
         raise InvalidArgument(f"strategy 'all_to_all' moves a row for each route, layout {layout!r} has one per token")
-    return DispatchOptions(layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)
+    return DispatchOptions(
+        layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout, recipe
+    )
 
 
-def _check_scale_layout(layout: str, scale_layout: str, to_fp8: bool, power_of_two_scales: bool) -> None:
+def _check_scale_layout(layout: str, scale_layout: str, to_fp8: bool, power_of_two_scales: bool, recipe: str) -> None:
     if scale_layout not in SCALE_LAYOUTS:
         raise InvalidArgument(f"scale_layout is {scale_layout!r}, expected one of {', '.join(SCALE_LAYOUTS)}")
     if scale_layout != "rows" and layout != "slots":
         raise InvalidArgument(
             f"scale_layout is {scale_layout!r}, but layout {layout!r} has scales by row alone; leave it out"
+        )
+    if scale_layout != "rows" and recipe != "block":
+        raise InvalidArgument(
+            f"scale_layout is {scale_layout!r}, which recipe 'block' has; recipe {recipe!r} has a scale for each row, "
+            "so leave it out"
         )
     if scale_layout == "packed" and to_fp8 and not power_of_two_scales:
         raise InvalidArgument("scale_layout 'packed' holds powers of two alone; pass power_of_two_scales=True")
@@ -182,7 +192,7 @@ def dispatch_tokens(
     Args:
         able: what the communicator's backend can do.
     """
-    x, scale_words = unpacked(plan, x, options.scale_layout)
+    x, scale_words = unpacked(plan, x, options.scale_layout, options.recipe)
     require_no_tangent(x=x, topk_weights=topk_weights)
     tokens: Any = x
     scales = None
@@ -192,9 +202,9 @@ def dispatch_tokens(
         tokens, scales = x
     tokens, scales = settled(tokens), settled(scales)
     topk_ids, topk_weights = settled(topk_ids), settled(topk_weights)
-    check_ids, to_fp8 = reads_ids(able, device), options.to_fp8
-    _check_tokens(plan, able, device, tokens, scales, topk_ids, topk_weights, check_ids, to_fp8, options.scale_layout)
-    return Tokens(tokens, scales, topk_ids, topk_weights), scale_words
+    found = Tokens(tokens, scales, topk_ids, topk_weights)
+    _check_tokens(plan, able, device, options, found, reads_ids(able, device))
+    return found, scale_words
 
 
 def dispatch_glance(
@@ -205,7 +215,8 @@ def dispatch_glance(
     It takes plain tensors of the kind's dtypes, whose presence is as in the kind. It may raise ValueError or
     RuntimeError for tensors that are not right.
     """
-    hidden, most, top_k, blocks = plan.hidden, plan.max_tokens_per_rank, plan.top_k, plan.scales_per_token
+    hidden, most, top_k = plan.hidden, plan.max_tokens_per_rank, plan.top_k
+    of_row = plan.scale_shape(kind.options.recipe)
     index = -1 if device.index is None else device.index
     has_index = index >= 0  # tensors without one may be the CPU's, or of device "meta"
     results = _results_at_a_glance(plan, kind) if kind.options.sizes == "bounded" else {}
@@ -239,7 +250,7 @@ def dispatch_glance(
             return False
         if scales is not None and not (
             scales.dtype is SCALE_DTYPE
-            and scales.shape == (num_tokens, blocks)
+            and scales.shape == (num_tokens, *of_row)
             and scales.get_device() == index
             and (has_index or scales.is_cpu)
             and scales.is_contiguous()
@@ -321,18 +332,11 @@ def combine_glance(
 
 
 def _check_tokens(
-    plan: Plan,
-    able: Capabilities,
-    device: torch.device,
-    x: torch.Tensor,
-    scales: torch.Tensor | None,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    check_ids: bool,
-    to_fp8: bool,
-    scale_layout: str,
+    plan: Plan, able: Capabilities, device: torch.device, options: DispatchOptions, tokens: Tokens, check_ids: bool
 ) -> None:
     """Raise unless the tensors of a dispatch are right."""
+    x, scales, topk_ids, topk_weights = tokens
+    to_fp8, scale_layout, recipe = options.to_fp8, options.scale_layout, options.recipe
     require_tensor("x", x)
     num_tokens = x.shape[0] if x.ndim else 0
     if x.ndim != 2 or x.shape[1] != plan.hidden:
@@ -342,7 +346,9 @@ def _check_tokens(
         raise ShapeMismatch(f"x is {list(x.shape)}, the communicator was made for [tokens, {plan.hidden}]; {cure}")
     number_of_tokens(plan, num_tokens)
     _require_ready("x", x, device)
-    _check_payload(plan, able, x, scales, device, to_fp8)
+    _check_payload(plan, able, x, scales, device, to_fp8, recipe)
+    if recipe != "block" and scales is None and not to_fp8:
+        raise InvalidArgument(f"recipe is {recipe!r}, but x is {x.dtype} without scales; pass to_fp8=True")
     if scale_layout != "rows" and not to_fp8:
         _check_laid_out(scale_layout, x, scales, check_ids)
     _check_ids(plan, topk_ids, num_tokens, device)
@@ -453,7 +459,7 @@ def require_routed(routed: object, owner: object) -> None:
 
 
 def _check_payload(
-    plan: Plan, able: Capabilities, x: torch.Tensor, scales: torch.Tensor | None, device: torch.device, to_fp8: bool
+    plan: Plan, able: Capabilities, x: Any, scales: Any, device: torch.device, to_fp8: bool, recipe: str
 ) -> None:
     if to_fp8 and x.dtype == FP8_DTYPE:
         raise InvalidArgument(
@@ -476,18 +482,22 @@ def _check_payload(
     if plan.hidden % FP8_BLOCK:
         raise ShapeMismatch(f"FP8 needs a hidden size that is a multiple of {FP8_BLOCK}, this one is {plan.hidden}")
     if scales is not None:
-        _check_scales(plan, x, scales, device)
+        _check_scales(plan, x, scales, device, recipe)
     if torch.is_grad_enabled() and (x.requires_grad or (scales is not None and scales.requires_grad)):
         if to_fp8:
             raise NotDifferentiable("x requires grad, but to_fp8=True sends FP8, which has none; leave to_fp8 out")
         raise NotDifferentiable("an FP8 payload requires grad, but FP8 has none; detach it")
 
 
-def _check_scales(plan: Plan, x: torch.Tensor, scales: torch.Tensor, device: torch.device) -> None:
+def _check_scales(plan: Plan, x: torch.Tensor, scales: torch.Tensor, device: torch.device, recipe: str) -> None:
     require_tensor("scales", scales)
-    expected = [x.shape[0], plan.scales_per_token]
-    if list(scales.shape) != expected:
-        raise ShapeMismatch(f"scales is {list(scales.shape)}, expected {expected}: one per {FP8_BLOCK} values")
+    shape, expected = list(scales.shape), [x.shape[0], *plan.scale_shape(recipe)]
+    if shape == [x.shape[0], *plan.scale_shape(other := "block" if recipe == "row" else "row")]:
+        shared_by = f"of {FP8_BLOCK} values" if other == "block" else "row"
+        raise ShapeMismatch(f"scales is {shape}, a scale for each {shared_by}; recipe={other!r} takes those")
+    if shape != expected:
+        shared_by = f"per {FP8_BLOCK} values" if recipe == "block" else "for each row"
+        raise ShapeMismatch(f"scales is {shape}, expected {expected}: one {shared_by}")
     if scales.dtype != torch.float32:
         raise DtypeMismatch(f"scales is {scales.dtype}, expected float32")
     _require_ready("scales", scales, device)
@@ -578,10 +588,16 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 # -- follow-ups of a dispatch ----------------------------------------------------------------------------------
 
 
-def rows_again(plan: Plan, able: Capabilities, device: torch.device, x: Any, num_tokens: int, layout: str) -> None:
-    """Raise unless x can take the places of the tokens of an earlier dispatch: rows, or FP8 rows and their scales."""
+def rows_again(
+    plan: Plan, able: Capabilities, device: torch.device, x: Any, num_tokens: int, options: DispatchOptions
+) -> None:
+    """Raise unless x can take the places of the tokens of an earlier dispatch: rows, or FP8 rows and their scales.
+
+    Args:
+        options: of that dispatch.
+    """
     if isinstance(x, (tuple, list)):
-        if layout == "slots":
+        if options.layout == "slots":
             raise InvalidArgument("FP8 rows cannot be sent again in layout 'slots'; dispatch them anew")
         if len(x) != 2:
             raise InvalidArgument(f"x is {a_type(x)} of {len(x)}, expected a tensor or (fp8, scales)")
@@ -590,21 +606,21 @@ def rows_again(plan: Plan, able: Capabilities, device: torch.device, x: Any, num
     if list(tokens.shape) != [num_tokens, plan.hidden]:
         raise ShapeMismatch(f"x is {list(tokens.shape)}, expected {[num_tokens, plan.hidden]}, as it was dispatched")
     _require_ready("x", tokens, device)
-    _check_payload(plan, able, tokens, scales, device, False)
+    _check_payload(plan, able, tokens, scales, device, False, options.recipe)
 
 
 def fits_rows_again(
-    plan: Plan, able: Capabilities, device: torch.device, x: Any, num_tokens: int, layout: str
+    plan: Plan, able: Capabilities, device: torch.device, x: Any, num_tokens: int, options: DispatchOptions
 ) -> bool:
     """Whether :func:`rows_again` would accept x, at a glance."""
     if x.__class__ is not tuple:
         return fits_like(x, (num_tokens, plan.hidden), x.dtype, device) and x.dtype in able.dtypes
     return (
         len(x) == 2
-        and layout != "slots"
+        and options.layout != "slots"
         and plan.hidden % FP8_BLOCK == 0
         and fits_like(x[0], (num_tokens, plan.hidden), FP8_DTYPE, device)
-        and fits_like(x[1], (num_tokens, plan.scales_per_token), SCALE_DTYPE, device)
+        and fits_like(x[1], (num_tokens, *plan.scale_shape(options.recipe)), SCALE_DTYPE, device)
     )
 
 
@@ -659,7 +675,7 @@ def _require_exactly(
     _require_ready(name, tensor, device)
 
 
-def unpacked(plan: Plan, x: Any, scale_layout: str) -> tuple[Any, int | None]:
+def unpacked(plan: Plan, x: Any, scale_layout: str, recipe: str) -> tuple[Any, int | None]:
     """Unpack scales of x: 4 exponents a word, int32 [T, n], become the bits of float32 [T, H / 128].
 
     Returns:
@@ -670,7 +686,7 @@ def unpacked(plan: Plan, x: Any, scale_layout: str) -> tuple[Any, int | None]:
     tokens, words = x
     if not isinstance(words, torch.Tensor) or words.dtype != torch.int32 or not isinstance(tokens, torch.Tensor):
         return x, None
-    if words.is_nested or tokens.is_nested:  # which is an error
+    if words.is_nested or tokens.is_nested or recipe != "block":  # which is an error
         return x, None
     if scale_layout != "rows":
         raise InvalidArgument(f"scales are int32, packed already; leave scale_layout={scale_layout!r} out")
@@ -748,7 +764,9 @@ def dispatch_results(plan: Plan, kind: DispatchKind) -> dict[str, Like]:
     int32 = torch.int32
     likes = {"tokens": _like([*places, plan.hidden], kind.row_dtype)}
     if kind.brings_scales:
-        likes["scales"] = _scales(options.scale_layout, places, plan.hidden)
+        shape = [*places, *plan.scale_shape(options.recipe)]
+        by_row = options.scale_layout == "rows"
+        likes["scales"] = _like(shape, torch.float32) if by_row else empty_scales(options.scale_layout, shape, META)
     if layout not in ROUTE_LAYOUTS:
         likes["topk_ids"] = _like([*places, plan.top_k], kind.ids_dtype)
         if kind.weights_dtype is not None:
@@ -762,14 +780,8 @@ def dispatch_results(plan: Plan, kind: DispatchKind) -> dict[str, Like]:
     return likes
 
 
-def _scales(scale_layout: str, places: Sequence[int], hidden: int) -> Like:
-    if scale_layout != "rows":
-        return empty_scales(scale_layout, [*places, hidden // FP8_BLOCK], torch.device("meta"))
-    return _like([*places, hidden // FP8_BLOCK], torch.float32)
-
-
 def _like(shape: Sequence[int], dtype: torch.dtype) -> Like:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.empty(shape, dtype=dtype, device=META)
 
 
 def _require_like(name: str, tensor: object, like: Like, device: torch.device) -> None:

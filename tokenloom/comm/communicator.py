@@ -32,6 +32,7 @@ __all__ = ["Communicator"]
 Sizes = Literal["exact", "bounded"]
 Mode = Literal["per_rank", "per_route", "per_node"]
 ScaleLayout = Literal["rows", "columns", "packed"]
+Recipe = Literal["block", "row"]
 Copies = Literal["if_needed"]
 
 
@@ -202,6 +203,7 @@ class Communicator:
         to_fp8: bool = False,
         power_of_two_scales: bool = False,
         scale_layout: ScaleLayout = "rows",
+        recipe: Recipe = "block",
         strategy: str = "dedup",
         out: DispatchOut | None = None,
     ) -> Routed:
@@ -210,7 +212,7 @@ class Communicator:
         Args:
             x: [T, H] bfloat16, float16, float32 or float64; or (float8_e4m3fn [T, H], float32 scales [T, H / 128]);
                 or (float8_e4m3fn [T, H], int32 [T, n]), n at most H / 128, the same on all ranks: packed scales, whose
-                words travel as they are.
+                words travel as they are. With ``recipe="row"`` scales are float32 [T].
                 T may differ per rank and may be 0.
             topk_ids: int32 or int64 [T, K]; -1 is an unused place; an expert may appear twice in a row. Do not change
                 it before combine and backward are done.
@@ -229,15 +231,19 @@ class Communicator:
                 later calls then leave alone, which costs no copy. While you hold such rows, others are copied. Let go
                 of them on the stream that was current, as PyTorch wants it of all memory; ``record_stream`` does not
                 help. Not beside calls in halves, except those of layout "slots".
-            to_fp8: quantise x to E4M3 with a scale per 128 values on its way (H a multiple of 128). The result is
-                that of ``dispatch(quantize_fp8(x), ...)``, bit for bit. The rows have no gradient, so x may not
-                require one; topk_weights may.
+            to_fp8: quantise x to E4M3 by ``recipe`` on its way (H a multiple of 128). The result is that of
+                ``dispatch(quantize_fp8(x), ...)``, bit for bit. The rows have no gradient, so x may not require one;
+                topk_weights may.
             power_of_two_scales: with ``to_fp8``, round scales up to powers of two, as ``quantize_fp8`` does.
             scale_layout: how the scales of FP8 rows lie in layout "slots". "rows": float32 [L, S, H / 128],
                 contiguous. "columns": the same shape with strides (S * H / 128, 1, S), as masked grouped GEMMs take
                 it. "packed": int32 [L, S, n] with n = ceil(H / 512) and strides (S * n, 1, S). A word has four
                 exponents e for scales of 2 ** (e - 127), the first in the lowest byte, 0 behind the last. "packed"
-                needs ``power_of_two_scales``, or given scales that are powers of two.
+                needs ``power_of_two_scales``, or given scales that are powers of two. Only "rows" with
+                ``recipe="row"``.
+            recipe: which values of FP8 rows share a scale, with ``to_fp8`` or scales: "block" for 128 of a row, "row"
+                for a whole row. ``routed.scales`` is then float32 [rows], in layouts "rank" and "slots" [W, M] and
+                [L, S]. All ranks pass the same.
             strategy: what carries the payload, as ``tokenloom.Strategy`` says. Results do not depend on it. "nvlink"
                 has others than "dedup" in layout "expert" only, and "all_gather" neither for FP8 nor in a CUDA graph.
             out: tensors of your own to write results to, for bounded sizes with gradients disabled.
@@ -256,7 +262,7 @@ class Communicator:
                 a later call or ``check``; meanwhile combine gives NaN for the tokens concerned.
             PeerTimeout, CommunicatorBroken: another rank is missing, or was at an earlier call.
         """
-        arguments = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)
+        arguments = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout, recipe)
         return DispatchCall(self, self.kinds, arguments, x, topk_ids, topk_weights, copy, out).run()
 
     @breaks_graph
@@ -274,6 +280,7 @@ class Communicator:
         to_fp8: bool = False,
         power_of_two_scales: bool = False,
         scale_layout: ScaleLayout = "rows",
+        recipe: Recipe = "block",
         strategy: str = "dedup",
         out: DispatchOut | None = None,
     ) -> Pending[Routed]:
@@ -290,7 +297,7 @@ class Communicator:
             InvalidArgument: also for a third pending call, and after a pending was dropped unreceived; nothing was
                 sent.
         """
-        arguments = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout)
+        arguments = (layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout, recipe)
         return DispatchCall(self, self.kinds, arguments, x, topk_ids, topk_weights, copy, out).start()
 
     @breaks_graph
@@ -411,7 +418,7 @@ class Communicator:
 
         Args:
             x: [T, H], T as in that dispatch; bfloat16, float16, float32 or float64. Or FP8 rows with scales, as
-                ``dispatch`` takes them, except in layout "slots".
+                ``dispatch`` takes them with the recipe of that dispatch, except in layout "slots".
             routed: what that dispatch returned.
             copy: True or "if_needed", as in ``dispatch``.
 

@@ -105,13 +105,17 @@ class Routed:
     @cached_property
     def scales(self) -> torch.Tensor | None:
         """float32 [rows, H / 128] of FP8 tokens ([W, M, H / 128], [L, S, H / 128]), else None. Layout "slots": as
-        ``scale_layout`` says. int32 [rows, n] where packed scales were given."""
+        ``scale_layout`` says. int32 [rows, n] where packed scales were given. By recipe "row" float32 [rows] ([W, M],
+        [L, S])."""
         if self._out is not None and self._out.scales is not None:
             return self._out.scales
         scales = self._handle.scales
         if scales is not None and self._scale_words is not None:
             scales = scales.view(torch.int32)[..., : self._scale_words].contiguous()
-        return scales if scales is None or self.layout == "slots" else self._by_place(scales)
+        if scales is None:
+            return None
+        found = scales if self.layout == "slots" else self._by_place(scales)
+        return found.squeeze(-1) if self._handle.options.recipe == "row" else found
 
     @cached_property
     def topk_ids(self) -> torch.Tensor | None:

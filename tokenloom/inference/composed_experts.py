@@ -8,7 +8,7 @@ import torch
 
 from tokenloom.backends.seam import Upcoming
 from tokenloom.comm import checks
-from tokenloom.comm.communicator import Communicator, Mode
+from tokenloom.comm.communicator import Communicator, Mode, Recipe
 from tokenloom.comm.routed import Layout, Routed
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.schedules import MegaSchedule
@@ -43,12 +43,10 @@ class ComposedExperts:
     """Its dispatch is one that anybody may call."""
 
     def __init__(
-        self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool, recipe: str
+        self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool, recipe: Recipe
     ) -> None:
         check_device(comm.device)
         checks.require_layout(comm.engine.capabilities, LAYOUT)
-        if recipe == "row":
-            raise InvalidArgument("backend 'composed' has no recipe 'row' yet; use backend 'nvlink'")
         self._comm, self._num_shared = comm, num_shared_experts
         self._power_of_two_scales, self._recipe = power_of_two_scales, recipe
         self._weights: tuple[torch.Tensor, ...] = ()
@@ -101,6 +99,7 @@ class ComposedExperts:
             layout=LAYOUT,
             to_fp8=not quantised,
             power_of_two_scales=self._power_of_two_scales and not quantised,
+            recipe=self._recipe,
         )
         after_stage("dispatch")
         with torch.autocast(comm.device.type, enabled=False):  # sums are float32

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tokenloom.backends.registry import MAX_SMS
 from tokenloom.backends.seam import DispatchOptions
 from tokenloom.comm import checks
-from tokenloom.comm.communicator import Communicator, line_about
+from tokenloom.comm.communicator import Communicator, Recipe, line_about
 from tokenloom.errors import BackendUnavailable, DtypeMismatch, InvalidArgument, ShapeMismatch, a_type
 from tokenloom.inference.composed_experts import ComposedExperts
 from tokenloom.inference.expert_memory import FP8
@@ -104,7 +104,7 @@ class MegaMoE:
         activation: Activation | str = SWIGLU,
         activation_clamp: float | None = None,
         fast_math: bool = True,
-        recipe: str = "block",
+        recipe: Recipe = "block",
         power_of_two_scales: bool = False,
         num_shared_experts: int = 0,
         schedule: MegaSchedule | None = None,
@@ -168,7 +168,7 @@ class MegaMoE:
             raise
         self.intermediate, self.num_shared_experts, self.schedule = intermediate, num_shared_experts, schedule
         self._backend, self._recipe = backend, recipe
-        self._token_scales = () if recipe == "row" else (self.comm.plan.scales_per_token,)  # behind T
+        self._token_scales = self.comm.plan.scale_shape(recipe)  # behind T
         self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
         self.weights: tuple[torch.Tensor, ...] = ()
         self.biases: Biases = (None, None)
@@ -413,7 +413,9 @@ class MegaMoE:
         self._experts.ready_stream()
         with engine.sequence(*self._experts.upcoming):
             if not self._experts.checks_tokens:
-                options = DispatchOptions("expert", 1, "bounded", 1, to_fp8=not isinstance(x, (tuple, list)))
+                options = DispatchOptions(
+                    "expert", 1, "bounded", 1, to_fp8=not isinstance(x, (tuple, list)), recipe=self._recipe
+                )
                 given = (engine.capabilities, device, options, x, topk_ids, topk_weights)
                 tokens, _ = checks.dispatch_tokens(plan, *given)
                 x = tokens.x if tokens.scales is None else (tokens.x, tokens.scales)
@@ -442,9 +444,11 @@ class MegaMoE:
     def describe(self) -> str:
         """Say what the layer runs on and how much memory its buffers take. The first call makes them."""
         scales = {"block": "per 128 values", "row": "per row, those of activations powers of two"}[self._recipe]
-        return (
-            f"{self.comm.describe()}\n    {self._experts.describe()}\n    recipe {self._recipe}: FP8 scales {scales}"
-        )
+        lines = [self.comm.describe(), self._experts.describe(), f"recipe {self._recipe}: FP8 scales {scales}"]
+        if self._weight_reports:
+            of_w1, of_w2 = self._weight_reports
+            lines.append(f"scales of w1 {of_w1}; of w2 {of_w2}")
+        return "\n    ".join(lines)
 
     def trace(self) -> MegaTimes:
         """Let kernels of later calls write when they work, which makes GEMMs a little slower.

@@ -93,8 +93,10 @@ OUT = (
 
 SCALES = (
     M("scales-of-any-shape", "scales of a later dispatch may be of any shape", DISPATCH,
-      "scales.shape == (num_tokens, blocks)", "True", TEST + "dispatch_of_fp8[scales with fewer rows]",
+      "scales.shape == (num_tokens, *of_row)", "True", TEST + "dispatch_of_fp8[scales with fewer rows]",
       TEST + "dispatch_of_fp8[scales with fewer columns]"),
+    M("scales-of-blocks-for-rows", "a later dispatch by rows takes scales of blocks", DISPATCH,
+      "plan.scale_shape(kind.options.recipe)", "plan.scale_shape('block')", TEST + "scales_of_rows"),
     M("scales-elsewhere", "scales of a later dispatch may be on another kind of device", DISPATCH,
       "(has_index or scales.is_cpu)", "True", TEST + "dispatch_of_fp8[no scales elsewhere]"),
     M("scales-by-column", "scales of a later dispatch may have any strides", DISPATCH,
@@ -171,7 +173,7 @@ ROWS_AGAIN = (
       TEST + "rows_again[rows of integers]", TEST + "rows_again[FP8 without scales]"),
     M("again-of-other-tokens", "rows of any number go again", AGAIN,
       "fits_like(x, (num_tokens, plan.hidden), x.dtype, device)", "True", TEST + "rows_again[fewer rows]"),
-    M("fp8-again-to-slots", "FP8 rows go again to slots at a glance", AGAIN, "layout != 'slots'", "True",
+    M("fp8-again-to-slots", "FP8 rows go again to slots at a glance", AGAIN, "options.layout != 'slots'", "True",
       TEST + "right_rows_again"),
     M("fp8-again-of-odd-width", "FP8 rows without whole blocks go again", AGAIN, "plan.hidden % FP8_BLOCK == 0",
       "True", TEST + "right_rows_again"),
@@ -179,7 +181,7 @@ ROWS_AGAIN = (
       "fits_like(x[0], (num_tokens, plan.hidden), FP8_DTYPE, device)", "True",
       TEST + "rows_again[scales of bfloat16 rows]", TEST + "rows_again[fewer FP8 rows]"),
     M("fp8-again-of-any-scales", "FP8 rows go again with any scales", AGAIN,
-      "fits_like(x[1], (num_tokens, plan.scales_per_token), SCALE_DTYPE, device)", "True",
+      "fits_like(x[1], (num_tokens, *plan.scale_shape(options.recipe)), SCALE_DTYPE, device)", "True",
       TEST + "rows_again[fewer scales]", TEST + "rows_again[scales in float64]"),
 )
 

@@ -35,7 +35,7 @@ CALLS = (
       "backends.handshake:handshake", "torch.zeros(num_counts, dtype=torch.int64, device='cpu')",
       "torch.zeros(num_counts, dtype=torch.int64)", "tests/comm/test_defaults.py::test_communicator"),
     M("fp8-again-in-slots", "FP8 rows go again to slots, whose scales have another layout",
-      "comm.checks:rows_again", "layout == 'slots'", "False",
+      "comm.checks:rows_again", "options.layout == 'slots'", "False",
       "tests/comm/test_if_needed.py::test_fp8_again"),
 )
 

@@ -9,6 +9,7 @@ EXPIRED = "tests/kernels/test_expired_calls.py"
 LAUNCH = "tests/jit/test_launch.py"
 TILES = "tests/kernels/test_expert_tiles.py"
 TURNS = "tests/jit/test_cache_turns.py"
+ONE_SCALE = "tests/backends/test_gin.py::test_one_scale_for_each_row"
 
 LAUNCHES = (
     M("first-use-in-a-capture",
@@ -61,6 +62,14 @@ EXPIRED_CALLS = (
       f"{EXPIRED}::test_a_barrier_says_whether_it_opened", gpu=True),
 )
 
+QUANTISED_ROWS = (
+    M("largest-of-a-part", "a row is quantised by the largest value of some of its lanes",
+      "device/tile/fp8.cuh:largest_in_row", "other < 32", "other < 16", ONE_SCALE),
+    M("largest-of-the-last-tile", "a row is quantised by the largest value of its last tile",
+      "device/tile/fp8.cuh:largest_in_row", "Packed packed[Row::kSteps];", "Packed packed[Row::kSteps]; amax = 0.0f;",
+      ONE_SCALE),
+)
+
 GEMM_TILES = (
     M("counts-beyond-the-places", "a count above an expert's places runs into those of the next one",
       "device/roles/expert_tiles.cuh:BoundsInSlots::fill", "min(from[i], places)", "min(from[i], places + 1)",
@@ -76,4 +85,4 @@ GEMM_TILES = (
       "tests/kernels/test_roles.py::test_numbers_are_the_same_on_both_sides"),
 )
 
-MUTATIONS = LAUNCHES + COMPILED_ONCE + EXPIRED_CALLS + GEMM_TILES
+MUTATIONS = LAUNCHES + COMPILED_ONCE + EXPIRED_CALLS + QUANTISED_ROWS + GEMM_TILES

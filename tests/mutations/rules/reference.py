@@ -72,6 +72,8 @@ SCALES = (
       "2.0 ** exponent < scale.item()", "2.0 ** exponent <= scale.item()", *QUANT_TESTS),
     M("reference-without-a-floor", "a block of zeros has a scale of zero", QUANTIZE,
       "torch.maximum(block.abs().max(), floor)", "block.abs().max()", *QUANT_TESTS),
+    M("reference-rows-of-blocks", "by recipe row a block of 128 values has a scale", QUANTIZE,
+      "x.shape[-1] if of_rows else FP8_BLOCK", "FP8_BLOCK", *QUANT_TESTS),
     M("ties-to-odd", "a value between two codes gets the odd one", NEAREST, "above % 2 == 0", "above % 2 == 1",
       *QUANT_TESTS),
     M("zeros-have-no-sign", "-0 becomes +0 in FP8", NEAREST, "torch.signbit(values)", "(values < 0)", *QUANT_TESTS),

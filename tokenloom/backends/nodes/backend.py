@@ -185,7 +185,7 @@ class NodesBackend:
             where = handle.positions(), handle.num_places
             return _Each(self._send_rows(handle, values), lambda rows: routing.scatter_rows(rows, *where))
         capacity = {"rank": None, "slots": options.capacity}.get(options.layout, handle.capacity)
-        again = DispatchOptions(options.layout, options.alignment, "bounded", capacity)
+        again = DispatchOptions(options.layout, options.alignment, "bounded", capacity, recipe=options.recipe)
         num_places = handle.num_places
         return _Each(self._repeat(again, handle, values), lambda rows: rows[:num_places])
 
@@ -209,7 +209,8 @@ class NodesBackend:
             width: float32 values in a row that mean something; None: all.
         """
         most = self.plan.worst_case_rows("token")
-        return self._repeat(DispatchOptions("token", 1, "bounded", most), handle, values, width)
+        again = DispatchOptions("token", 1, "bounded", most, recipe=handle.options.recipe)
+        return self._repeat(again, handle, values, width)
 
     def _repeat(
         self, options: DispatchOptions, handle: PeerHandle, values: Rows, width: int | None = None

@@ -43,6 +43,7 @@ class NodesDispatch(StagedDispatch):
             x_dtype=self.kind.x_dtype,
             quantize=self.quantize,
             scale_layout=options.scale_layout,
+            recipe=options.recipe,
             part=part,
             carrier=memory.carrier,
         )

@@ -15,7 +15,7 @@ from tokenloom.backends.seam import CombineOptions, DispatchOptions
 from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.kernels.combine.launch import max_chunks
 from tokenloom.kernels.common import HEADER_WORDS, MAX_BLOCKS, TURNS
-from tokenloom.plan import FP8_BLOCK, Plan, align_up, scales_of_row
+from tokenloom.plan import FP8_BLOCK, Plan, align_up
 from tokenloom.runtime.openings import Fields
 from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer, lent
 
@@ -112,7 +112,7 @@ def fused_layout(plan: Plan, value_bytes: int, rows: int, *, num_shared_experts:
     return BufferLayout.of(
         [
             ("rows", rows * plan.hidden * value_bytes),
-            ("row_scales", rows * scales_of_row(plan.hidden, recipe) * 4),
+            ("row_scales", rows * plan.scales_by(recipe) * 4),
             ("row_homes", rows * 4),
             ("row_weights", rows * 4),
             ("arrived", (plan.experts_per_rank + num_shared_experts) * plan.num_ranks * 4),
@@ -246,7 +246,8 @@ class ReceiveBuffer(RouteWords):
     """Views of one receive buffer at its full size. R is the most rows that may be received.
 
     Attributes:
-        rows: [places, H]. scales: float32 [places, H / 128], of no use without FP8.
+        rows: [places, H]. scales: float32 [places, H / 128], of no use without FP8. By recipe "row" the first of
+            these words are one for each row.
         loan: of the rows and scales. Buffers for values of one width share it, as they share the memory.
         number: which of them, 0 or 1.
         offsets: for kernels: where each part of the first one begins, by the name of the argument, and the distance

@@ -133,7 +133,7 @@ class Dispatcher:
         alignment = handle.options.alignment
         options = (layout, alignment, "bounded", None if layout == "rank" else capacity)
         strategy = strategy if layout == "expert" else "dedup"
-        again, rows = self._resend(handle, values, (*options, False, False, strategy), capacity, True, stream)
+        again, rows = self._resend(handle, values, options, capacity, True, strategy, stream)
         copy, num_places = copier(self._buffers, again, owner), handle.num_places
         if num_places > capacity:
             copy = partial(copied_with_room, least=num_places)
@@ -158,20 +158,22 @@ class Dispatcher:
         self,
         handle: PeerHandle,
         values: Rows,
-        options: tuple[object, ...],
+        options: tuple[str, int, str, int | None],
         capacity: int,
         repeats: bool,
+        strategy: str = "dedup",
         stream: int | None = None,
     ) -> tuple[PeerHandle, torch.Tensor]:
         """Launch the kernel for other values by the routes of a dispatch: (handle, rows) at their full size."""
         x, scales = values if isinstance(values, tuple) else (values, None)
         tokens = Tokens(x, scales, handle.ids(), None)
         # As the kind, but quicker to make.
-        key = (options, capacity, x.dtype, x.shape[1], tokens.topk_ids.dtype, scales is None)
+        recipe = handle.options.recipe
+        key = (options, strategy, recipe, capacity, x.dtype, x.shape[1], tokens.topk_ids.dtype, scales is None)
         prepared = self._resends.get(key)
         if prepared is None:
             kind = DispatchKind(
-                DispatchOptions(*options),  # type: ignore[arg-type]
+                DispatchOptions(*options, strategy=strategy, recipe=recipe),
                 x.dtype,
                 tokens.topk_ids.dtype,
                 with_scales=scales is not None,

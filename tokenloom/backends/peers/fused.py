@@ -13,7 +13,6 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.common import Deadline
 from tokenloom.kernels.moe.launch import HOME_ROW_BITS, Packing, SendRoutesVariant
-from tokenloom.plan import scales_of_row
 from tokenloom.runtime.openings import NUMBER, CallKind, Fields
 
 FP8 = torch.float8_e4m3fn
@@ -44,7 +43,7 @@ class FusedLayerCalls:
                 f"most {1 << HOME_ROW_BITS}"
             )
         self._launcher, self._buffers, self._num_shared = launcher, buffers, num_shared_experts
-        self._row_scales = scales_of_row(plan.hidden, recipe)
+        self._row_scales = plan.scales_by(recipe)
         self._loading = SendRoutesVariant(plan, num_shared_experts=num_shared_experts, recipe=recipe)
         self._loading.spec()  # refuses too many experts, before any call
         self._senders: dict[Packing | None, OpeningKernel] = {}

@@ -18,7 +18,7 @@ from tokenloom.kernels.dispatch.launch import RESULTS
 from tokenloom.kernels.row_weights.launch import BLOCKS, RowWeightsVariant
 from tokenloom.ops import routing
 from tokenloom.ops.routing import Placement
-from tokenloom.plan import FP8_BLOCK, Plan, align_up
+from tokenloom.plan import Plan, align_up
 
 ALIGNED_WORDS = 32
 """Parts of results begin at multiples of 128 bytes. Counts lie side by side."""
@@ -44,6 +44,7 @@ class ResultsLayout:
         starts: first word of each part, by name. "slots" is the last one. at: first byte.
         argument_offsets: first bytes of the parts that kernels get as arguments, in the order of RESULTS.
         fixed_words: words of all but slots. slots_per_token: words of slots, by token.
+        scales_per_row: of FP8 rows.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ResultsLayout:
         self.plan, self.rank, self.options, self.num_places = plan, launcher.ranks.rank, options, num_places
         self.launcher, self.dispatches = launcher, dispatches
         self.with_weights, self.with_scales = with_weights, with_scales
+        self.scales_per_row = plan.scales_by(options.recipe) if with_scales else 0
         num_ranks, local = plan.num_ranks, plan.experts_per_rank
         counts = dict(zip(COUNTS, (1, num_ranks, local, local + 1), strict=True))
         more = {"all_counts": num_ranks * (num_ranks + plan.num_experts), "epoch": 2, **sizes}
@@ -96,14 +98,14 @@ class ResultsLayout:
         return found.view(self.plan.experts_per_rank, -1, 2) if name == "slot_ranges" else found
 
     def scales(self, found: torch.Tensor) -> torch.Tensor:
-        """Scales as they are handed out, from their part: [places, H / 128], in layout "slots" by ``scale_layout``."""
-        blocks, local = self.plan.hidden // FP8_BLOCK, self.plan.experts_per_rank
+        """Scales as a handle has them, from their part: [places, n], in layout "slots" by ``scale_layout``."""
+        number, local = self.scales_per_row, self.plan.experts_per_rank
         if self.options.scale_layout == "packed":
-            return found.view(local, -(-blocks // 4), -1).transpose(1, 2)
+            return found.view(local, -(-number // 4), -1).transpose(1, 2)
         found = found.view(torch.float32)
         if self.options.scale_layout == "columns":
-            return found.view(local, blocks, -1).transpose(1, 2)
-        return found.view(*([local, -1] if self.options.layout == "slots" else [self.num_places]), blocks)
+            return found.view(local, number, -1).transpose(1, 2)
+        return found.view(*([local, -1] if self.options.layout == "slots" else [self.num_places]), number)
 
 
 class ResultsMemory:
@@ -247,7 +249,7 @@ class PeerHandle:
         if self.buffer is None:
             found = self.results.scales(self._part("scales"))
             return found if self.options.layout == "slots" else found[: self.num_places]
-        return self.buffer.scales[: self.num_places]
+        return self.buffer.scales.view(-1, self.results.scales_per_row)[: self.num_places]
 
     @cached_property
     def slots(self) -> torch.Tensor:

@@ -26,7 +26,7 @@ from tokenloom.backends.seam import DispatchKind, DispatchOptions, DispatchOut, 
 from tokenloom.errors import CapacityOverflow, InvalidArgument
 from tokenloom.kernels.common import MAX_BLOCKS, Variant
 from tokenloom.kernels.dispatch.launch import CALL_FIELDS, OUTPUTS, STAGED_FIELDS, DispatchVariant
-from tokenloom.plan import FP8_BLOCK, Plan
+from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import HostCounts
 from tokenloom.runtime.openings import CallKind, Fields
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
@@ -201,6 +201,7 @@ class PeerDispatch:
             staged=staged,
             eager=eager,
             scale_layout=options.scale_layout,
+            recipe=options.recipe,
             part=part,
         )
 
@@ -346,8 +347,8 @@ class StagedDispatch(PeerDispatch):
         if self.with_weights:
             sizes["weights"] = received * plan.top_k
         if with_scales:
-            blocks = plan.hidden // FP8_BLOCK
-            sizes["scales"] = self._places * (-(-blocks // 4) if options.scale_layout == "packed" else blocks)
+            scales = plan.scales_by(options.recipe)
+            sizes["scales"] = self._places * (-(-scales // 4) if options.scale_layout == "packed" else scales)
         return ResultsLayout(
             plan,
             self.launcher,

@@ -97,12 +97,17 @@ struct RowToQuantize {
         }
     }
 
-    // For one scale of the whole row, which takes two passes. First: the largest magnitude of a tile, in all lanes.
+    // For one scale of the whole row, which takes two passes. First: the largest magnitude of a tile, in all lanes. Plain
+    // loads leave it in the first-level cache.
     static __device__ __forceinline__ float largest_of_tile(const unsigned char* from, int tile, int lane) {
-        PackedGroup<kDtype, kLaneValues> packed[Row::kSteps];
-        load(packed, from, tile, lane);
+        using Packed = PackedGroup<kDtype, kLaneValues>;
+        Packed packed[Row::kSteps];
         float amax = 0.0f;
         int index;
+#pragma unroll
+        for (int step = 0; step < Row::kSteps; ++step)
+            if (Row::unit(tile, step, lane, index))
+                packed[step] = *reinterpret_cast<const Packed*>(from + index * Packed::kBytes);
 #pragma unroll
         for (int step = 0; step < Row::kSteps; ++step) {
             if (!Row::unit(tile, step, lane, index)) continue;
@@ -112,6 +117,12 @@ struct RowToQuantize {
         }
 #pragma unroll
         for (int other = 1; other < 32; other *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, other));
+        return amax;
+    }
+
+    static __device__ __forceinline__ float largest(const unsigned char* from, int lane) {
+        float amax = 0.0f;
+        for (int tile = 0; tile < Row::kCount; ++tile) amax = fmaxf(amax, largest_of_tile(from, tile, lane));
         return amax;
     }
 
@@ -161,6 +172,25 @@ __device__ __forceinline__ void quantize_row(const unsigned char* from, uint64 t
                 auto* scales = reinterpret_cast<float*>(of_lane(scale_target, rest));
                 if (inside) store_16(to + index * Row::kLaneValues, codes);
                 if (inside && lane % Row::kBlockLanes == 0) scales[index / Row::kBlockLanes] = scale;
+            }
+        });
+}
+
+// Quantises a row of kDtype with one scale to the targets of all lanes in the mask, the scale to their scale targets.
+template <int kDtype, int kHidden, bool kPowerOfTwo>
+__device__ __forceinline__ void quantize_whole_row(const unsigned char* from, uint64 target, uint64 scale_target,
+                                                   uint32 targets, int lane) {
+    using Row = RowToQuantize<kDtype, kHidden>;
+    const Fp8Scale scale = fp8_scale<kPowerOfTwo>(Row::largest(from, lane));
+    for (uint32 rest = targets; rest != 0; rest &= rest - 1) {
+        auto* to = reinterpret_cast<float*>(of_lane(scale_target, rest));
+        if (lane == 0) *to = scale.scale;
+    }
+    for (int tile = 0; tile < Row::Row::kCount; ++tile)
+        Row::tile_by(scale.factor, from, tile, lane, [&](int index, const Vec16& codes) {
+            for (uint32 rest = targets; rest != 0; rest &= rest - 1) {
+                auto* to = reinterpret_cast<unsigned char*>(of_lane(target, rest));
+                store_16(to + index * Row::kLaneValues, codes);
             }
         });
 }

@@ -90,6 +90,7 @@ class DispatchVariant:
             "dedup", always layout "slots", and between nodes any layout.
         eager: staged rows leave before all ranks have opened the call, to one of :data:`TURNS` regions.
         scale_layout: "rows"; in layout "slots" also "columns" or "packed".
+        recipe: which values of FP8 rows share a scale, of :data:`tokenloom.plan.RECIPES`.
         part: "whole", or the half of a call that "send" or "receive" is.
     """
 
@@ -102,6 +103,7 @@ class DispatchVariant:
     staged: bool = False
     eager: bool = False
     scale_layout: str = "rows"
+    recipe: str = "block"
     part: str = "whole"
 
     @property
@@ -109,10 +111,16 @@ class DispatchVariant:
         """Dtype of the rows that are sent."""
         return torch.float8_e4m3fn if self.quantize else self.x_dtype
 
+    @property
+    def scales_per_row(self) -> int:
+        """Scales that come with a row; 0 where it is not FP8."""
+        return self.plan.scales_by(self.recipe) if self.row_dtype == torch.float8_e4m3fn else 0
+
     def __str__(self) -> str:
         rows = f"{short_name(self.x_dtype)} to fp8, {self.quantize}" if self.quantize else short_name(self.x_dtype)
         words = [f"layout {self.layout}", self.strategy, rows]
         words += [word for word in ("staged", "eager") if getattr(self, word)]
+        words += [f"{self.recipe} scales"] * (self.recipe != "block")
         words += [word for word in (self.scale_layout, self.part) if word not in ("rows", "whole")]
         return f"dispatch, {describe(self.plan)}, {', '.join(words)}"
 
@@ -163,7 +171,7 @@ class DispatchVariant:
             "top_k": plan.top_k,
             "hidden": plan.hidden,
             "row_bytes": row_bytes,
-            "scales_per_row": plan.scales_per_token if self.row_dtype == torch.float8_e4m3fn else 0,
+            "scales_per_row": self.scales_per_row,
             "scale_layout": SCALE_LAYOUTS[self.scale_layout],
             "quantize": QUANTIZE[self.quantize],
             "x_dtype": DTYPES[self.x_dtype] if self.quantize else 0,

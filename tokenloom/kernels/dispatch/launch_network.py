@@ -27,7 +27,7 @@ class DispatchNetworkVariant:
         plan: sizes of the group.
         ranks_per_node: rank n * ranks_per_node + g is on node n.
         layout: any.
-        x_dtype, quantize, scale_layout, part: as in :class:`DispatchVariant`.
+        x_dtype, quantize, scale_layout, recipe, part: as in :class:`DispatchVariant`.
         carrier: what carries rows between nodes, of :data:`CARRIERS`. "collective" has halves only.
     """
 
@@ -38,6 +38,7 @@ class DispatchNetworkVariant:
     x_dtype: torch.dtype
     quantize: str = ""
     scale_layout: str = "rows"
+    recipe: str = "block"
     part: str = "whole"
     carrier: str = "gin"
 
@@ -52,6 +53,7 @@ class DispatchNetworkVariant:
             staged=True,
             eager=True,
             scale_layout=self.scale_layout,
+            recipe=self.recipe,
             part=self.part,
         )
 
@@ -63,12 +65,13 @@ class DispatchNetworkVariant:
     @property
     def record_bytes(self) -> int:
         """A row on its way between nodes, with all that comes with it; Packed::kBytes of nodes.cuh."""
-        plan, dtype = self.plan, self.near.row_dtype
-        scales = plan.scales_per_token if dtype == torch.float8_e4m3fn else 0
-        return align_up(plan.hidden * dtype.itemsize + 4 * (scales + 3 * plan.top_k + self.ranks_per_node + 1), 16)
+        plan, near = self.plan, self.near
+        words = near.scales_per_row + 3 * plan.top_k + self.ranks_per_node + 1
+        return align_up(plan.hidden * near.row_dtype.itemsize + 4 * words, 16)
 
     def __str__(self) -> str:
         words = f"{short_name(self.x_dtype)}{self.quantize and ' to fp8, '}{self.quantize}, {self.scale_layout}"
+        words += "" if self.recipe == "block" else f", {self.recipe} scales"
         sizes = f"{describe(self.plan)}, nodes of {self.ranks_per_node}"
         return f"dispatch_network, {sizes}, {self.layout}, {words}, {self.part}, {self.carrier}"
 

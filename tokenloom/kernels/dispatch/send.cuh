@@ -219,8 +219,13 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
             way.send_rest(token, lane);
             const uint32 targets = __ballot_sync(~0u, way.is_target());
             const uint64 scales = way.is_target() ? way.scales() : 0;
-            quantize_row<Shape::x_dtype, Shape::hidden, Shape::quantize == kToFp8PowerOfTwo>(row_of(token), target(),
-                                                                                           scales, targets, lane);
+            constexpr bool kPowerOfTwo = Shape::quantize == kToFp8PowerOfTwo;
+            if constexpr (Shape::scales_per_row * kFp8Block == Shape::hidden)
+                quantize_row<Shape::x_dtype, Shape::hidden, kPowerOfTwo>(row_of(token), target(), scales, targets,
+                                                                         lane);
+            else
+                quantize_whole_row<Shape::x_dtype, Shape::hidden, kPowerOfTwo>(row_of(token), target(), scales,
+                                                                               targets, lane);
             if (kReports) shared.progress.report(warp, row + 1, lane);
         }
     }

@@ -21,7 +21,7 @@ from tokenloom.kernels.common import (
     short_name,
     uint64_fields,
 )
-from tokenloom.plan import Plan, align_up, scales_of_row
+from tokenloom.plan import FP8_BLOCK, Plan, align_up
 
 SEND_THREADS = 512
 LOADING_WARPS = 8
@@ -103,7 +103,8 @@ def block_count_words(plan: Plan, most_blocks: int) -> int:
 
 def packed_bytes(hidden: int, recipe: str) -> int:
     """Bytes of a token as it is sent: values in E4M3, then scales, as bulk copies move them."""
-    return align_up(hidden + scales_of_row(hidden, recipe) * 4, UNIT_BYTES)
+    scales = 1 if recipe == "row" else hidden // FP8_BLOCK
+    return align_up(hidden + scales * 4, UNIT_BYTES)
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,7 @@ __device__ void pack_tokens(const PackTokensArgs& args) {
     if (threadIdx.x == 0) mark_block(args.trace, kBegins);
     if constexpr (Token::kQuantizes && Token::kOneScale) {  // one warp sees all of a token
         for (int64 token = first; token < args.num_tokens; token += gridDim.x * kWarps) {
-            float largest = 0.0f;
-            for (int part = 0; part < kParts; ++part)
-                largest = fmaxf(largest, Token::Quantized::largest_of_tile(Token::values_of(args.x, token), part, lane));
+            const float largest = Token::Quantized::largest(Token::values_of(args.x, token), lane);
             for (int part = 0; part < kParts; ++part)
                 Token::pack(args.x, nullptr, token, args.packed + token * Shape::packed_bytes, part, lane, largest);
         }
