@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
 FAST = "one block"
 SLOW = ("plain", "fp8", "repeats", "top8", "masked", "gpt_oss", "biases", "two shared experts")
-BY_ROW = ("by row", "by row, fp8", "by row, odd widths", "by row, many tokens", "by row, shared")
+BY_ROW = ("by row", "by row, fp8", "by row, wide", "by row, odd widths", "by row, many tokens", "by row, shared")
 FAST_BY_ROW = "by row, one block"
 FULL = ("plain", "fp8", "masked", "biases", "repeats")
 """Others have their sizes, FP8 as they are sent, -1, biases and several routes to a rank."""

@@ -34,9 +34,11 @@ __device__ void rescale(const RescaleArgs& args) {
     for (int32 expert = 0; expert < Shape::num_experts; ++expert)
         for (int32 row = bounds.begin(expert); row < bounds.end(expert); row += kTileRows) {
             const Tile tile{expert, row, min(bounds.end(expert) - row, kTileRows), 0, false, false};
+            if (lane == 0) add_release_gpu(args.stored + place_among_tiles(tile), 1);  // one strip comes early
+            for (int i = 0; i < 100; ++i) __syncwarp();  // others run meanwhile
             for (int64 i = lane; i < static_cast<int64>(tile.rows) * Shape::k; i += 32)
                 args.values[static_cast<int64>(row) * Shape::k + i] = args.from[static_cast<int64>(row) * Shape::k + i];
             __syncwarp();
-            if (lane == 0) add_release_gpu(args.stored + place_among_tiles(tile), args.stored_by);
+            if (lane == 0) add_release_gpu(args.stored + place_among_tiles(tile), args.stored_by - 1);
         }
 }

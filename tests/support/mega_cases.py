@@ -55,6 +55,9 @@ ROW_CASES = {
     "by row, fp8": Case("x and its scales come as they are sent", recipe="row", quantised=True),
     "by row, odd widths": Case("no power of two", recipe="row", hidden=384, intermediate=640, powers=True),
     "by row, one block": Case("one tile of activations", recipe="row", hidden=128, intermediate=128),
+    "by row, wide": Case(
+        "several parts of a token", recipe="row", hidden=2304, intermediate=128, experts_per_rank=1, tokens=(6, 3)
+    ),
     "by row, many tokens": Case("several tiles of an expert", recipe="row", tokens=(700, 500), intermediate=768),
     "by row, shared": Case(
         "all that experts have", recipe="row", shared=1, biased=True, clamp=1.0, tokens=(150, 0, 33)

@@ -9,7 +9,7 @@
 template <int kWidth>  // values of a row
 struct TileScaledRows {
     static constexpr int kScales = kWidth / kFp8Block, kUnits = kWidth / 16, kScaleUnits = kUnits / kScales;
-    static constexpr int kLoads = (kScales + 31) / 32, kSteps = kUnits > 64 ? 4 : 2;
+    static constexpr int kLoads = (kScales + 31) / 32;
     unsigned char* values;     // [rows][kWidth] E4M3
     const float* tile_scales;  // [rows][kScales]
     float* row_scales;         // [rows]
@@ -17,6 +17,7 @@ struct TileScaledRows {
     // One warp: `count` rows, of at most kRows. All loads of the rows are on their way together.
     template <int kRows>
     __device__ __forceinline__ void rescale(int64 row, int count, int lane) const {
+        constexpr int kSteps = 4 / kRows;  // units of a row that a lane has at once: registers are few beside a GEMM
         float scales[kRows][kLoads], largest[kRows];
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
