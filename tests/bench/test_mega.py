@@ -55,7 +55,7 @@ def test_routing_is_masked_and_skewed() -> None:
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Two ranks with two experts each: token 0 of rank 0 goes to both, everything else stays or is unused."""
     ids = [torch.tensor([[0, 2], [1, 1]]), torch.tensor([[3, -1], [-1, -1]])]
-    monkeypatch.setattr(MegaShape, "topk_ids", lambda self, rank, num_tokens: ids[rank])
+    monkeypatch.setattr(MegaShape, "topk_ids", lambda self, rank, num_tokens, draw=0: ids[rank])
     return ids
 
 

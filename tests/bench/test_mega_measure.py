@@ -241,7 +241,7 @@ class FakeMega:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        assert self.checked == 2 or exception[0], "what replays left behind is raised after each number of tokens"
+        assert self.checked == 3 + 1 or exception[0], "what replays left behind is raised after each routing"
 
     def use_weights(self, *weights: torch.Tensor) -> None:
         assert [each.shape[0] for each in weights] == [self.local] * 4
@@ -305,7 +305,7 @@ def measure_with_stand_ins(context: RankContext, against: Sequence[str]) -> list
     with ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
-        return mega.measure_on_rank(context, shape, [3, 40], 4, False, against)
+        return mega.measure_on_rank(context, shape, [1, 40], 4, False, against)
 
 
 @pytest.mark.parametrize("against", [["deep_gemm", "composed"], ["composed"], []])
@@ -314,19 +314,23 @@ def test_a_whole_run_on_stand_ins(cpu_ranks: Ranks, against: list[str]) -> None:
     wiped and written again; GPUs, graphs and layers are stand-ins."""
     for found in cpu_ranks.run(measure_with_stand_ins, against):
         assert len(found) == 2
-        for each in found:
+        for draws, each in zip((3, 1), found, strict=True):  # one token leaves some experts out
             ours = each.layers[mega.OURS].samples
-            assert ours["graph"] == [7.0] * 4
-            assert len(ours["events"]) == 4
-            assert ours["steady"] == [60.0 / clock.GRAPH_CALLS] * 2
+            assert ours["graph"] == [7.0] * 4 * draws
+            assert len(ours["events"]) == 4 * draws
+            assert ours["steady"] == [60.0 / clock.GRAPH_CALLS] * 2 * draws
             assert set(ours) == {*mega.CLOCKS, *STAGES}
-            assert all(ours[stage] == pytest.approx([1.0] * 4) for stage in STAGES)
+            assert all(ours[stage] == pytest.approx([1.0] * 4 * draws) for stage in STAGES)
             assert list(each.layers) == [mega.OURS, *against]
             for name in against:
                 other = each.layers[name]
-                assert (other.samples["graph"], other.why_not, list(other.samples)) == ([7.0] * 4, "", [*mega.CLOCKS])
-                assert len(other.samples["steady"]) == 2
-                assert len(other.samples["events"]) == 4
+                assert (other.samples["graph"], other.why_not, list(other.samples)) == (
+                    [7.0] * 4 * draws,
+                    "",
+                    [*mega.CLOCKS],
+                )
+                assert len(other.samples["steady"]) == 2 * draws
+                assert len(other.samples["events"]) == 4 * draws
                 assert other.difference is not None
                 if name == "deep_gemm":
                     assert 0 < other.difference < 1e-3  # the rounding to FP8 of its x

@@ -27,7 +27,8 @@ MEGA = (
     "that has most such experts; NVLink: what leaves the busiest rank, a row for each route there and back; both "
     "per p50. Floor: the largest of those weights at {hbm:,.0f} GB/s, the arithmetic of the busiest rank at "
     "{tflops:,.0f} TFLOP/s, and what leaves the busiest rank at {link:,.0f} GB/s. Taken: memory of calls of most "
-    "tokens beside weights. Stages: of the slowest rank of each, in a graph of one call."
+    "tokens beside weights. Stages: of the slowest rank of each, in a graph of one call. Where few tokens leave "
+    "experts out, numbers are of {draws} routings."
 )
 MEGA_COLD = "Cold: L2 was overwritten before each sample, so weights come from HBM."
 MEGA_OTHERS = "GB/s count for all what ours moves. Times ours: a layer's time over ours, above 1 where ours is faster."

@@ -18,7 +18,7 @@ from tokenloom.bench import harness, legends
 from tokenloom.bench.clock import Clock, try_capture
 from tokenloom.bench.harness import Contestant, Measured, Sample, percentiles, take_turns
 from tokenloom.bench.mega_trace import write_trace
-from tokenloom.bench.mega_work import FP8_TFLOPS, HBM_GBYTES_PER_S, MegaShape, Work, make_weights, work
+from tokenloom.bench.mega_work import DRAWS, FP8_TFLOPS, HBM_GBYTES_PER_S, MegaShape, Work, make_weights, work
 from tokenloom.bench.plot import load_matplotlib, write_curves_png
 from tokenloom.bench.rivals.deep_gemm import DeepGemm, Weights
 from tokenloom.bench.setup import Run
@@ -186,11 +186,26 @@ def measure_on_rank(
             if context.rank == 0:
                 context.report(f"{num_tokens} tokens on every rank")
             last = i == len(tokens) - 1
-            found.append(_measure(clock, mega, others, shape, num_tokens, iterations, traced and last, taken_gb))
+            draws = [
+                _measure(clock, mega, others, shape, num_tokens, draw, iterations, traced and last, taken_gb)
+                for draw in range(shape.num_draws(context.num_ranks, num_tokens))
+            ]
+            found.append(together(draws))
         # Only now: after a failure the others may never reach a collective.
         for other in others.values():
             other.close()
     return found
+
+
+def together(draws: Sequence[MegaFound]) -> MegaFound:
+    """Join what was found for several routings of as many tokens: all samples, and the largest differences."""
+    layers: dict[str, Measured] = {}
+    for name, first in draws[0].layers.items():
+        found = [each.layers[name] for each in draws]
+        samples = {what: [us for each in found for us in each.samples[what]] for what in first.samples}
+        differences = [each.difference for each in found if each.difference is not None]
+        layers[name] = Measured(samples, first.why_not, float(np.max(differences)) if differences else None)
+    return replace(draws[-1], layers=layers)
 
 
 class StagedGraph:
@@ -251,6 +266,7 @@ def _measure(
     others: Mapping[str, Other],
     shape: MegaShape,
     num_tokens: int,
+    draw: int,
     iterations: int,
     traced: bool,
     taken_gb: dict[str, float],
@@ -260,7 +276,7 @@ def _measure(
     generator = torch.Generator(context.device).manual_seed(context.rank)
     drawn: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": context.device}
     x = torch.randn(num_tokens, shape.hidden, **drawn).bfloat16()
-    ids = shape.topk_ids(context.rank, num_tokens).to(context.device)
+    ids = shape.topk_ids(context.rank, num_tokens, draw).to(context.device)
     weights = torch.rand(num_tokens, shape.top_k, **drawn)
     weights.masked_fill_(ids < 0, 0)  # not every layer promises to leave the weight of an unused place unread
     out = torch.empty_like(x)
@@ -380,6 +396,7 @@ def make_rows(
         "num_tokens": num_tokens,
         "num_ranks": num_ranks,
         "iterations": iterations,
+        "draws": shape.num_draws(num_ranks, num_tokens),
         "rounds": harness.ROUNDS,
     }
     needed, rows = work(shape, num_ranks, num_tokens), list[MegaRow]()
@@ -508,7 +525,8 @@ def run_mega(
         load_matplotlib()
     versions = load(against, shape)
     setup = run.setup() | {name: version for name, version in versions.items() if version is not None}
-    limit_s = harness.limit_s(iterations) * len(tokens) * (1 + len(against))
+    draws = sum(shape.num_draws(run.num_ranks, each) for each in tokens)
+    limit_s = harness.limit_s(iterations) * draws * (1 + len(against))
     with run.ranks() as (pool, starting):
         arguments = (shape, list(tokens), iterations, cold, list(against), trace_file is not None)
         results = pool.run(measure_on_rank, *arguments, limit_s=limit_s, on_event=starting)
@@ -537,7 +555,9 @@ def run_mega(
 def legend(cold: bool, against: Sequence[str]) -> str:
     """Explain the table's columns."""
     calls = "one call" if cold else f"{clocks.GRAPH_CALLS} calls"
-    parts = [legends.MEGA.format(calls=calls, hbm=HBM_GBYTES_PER_S, tflops=FP8_TFLOPS, link=LINK_GBYTES_PER_S)]
+    parts = [
+        legends.MEGA.format(calls=calls, draws=DRAWS, hbm=HBM_GBYTES_PER_S, tflops=FP8_TFLOPS, link=LINK_GBYTES_PER_S)
+    ]
     parts += [legends.MEGA_COLD] if cold else []
     parts += [f"{OTHERS[name].about}." for name in against]
     parts += [legends.MEGA_OTHERS] if against else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -17,6 +17,11 @@ HBM_GBYTES_PER_S, FP8_TFLOPS = 4370.0, 1388.0
 
 WEIGHT_SEED = 1_000_000
 """Seed of expert 0. No rank has it: weights must not resemble tokens."""
+
+DRAWS = 3
+"""Routings of few tokens. How many experts they hit differs, and with it the bytes of weights: by 10% at 8 tokens."""
+SEED_OF_DRAW = 1000
+"""From the seed of a draw to that of the next; each rank has one of its own."""
 
 SCALE_BYTES = HOME_BYTES = WEIGHT_BYTES = 4
 """Bytes beside a row's values: a scale, the place of its result, and its weight."""
@@ -46,10 +51,14 @@ class MegaShape:
         """Values of one expert's weights, which are as many bytes in FP8."""
         return 3 * self.hidden * self.intermediate
 
-    def topk_ids(self, rank: int, num_tokens: int) -> torch.Tensor:
+    def num_draws(self, num_ranks: int, num_tokens: int) -> int:
+        """Count the routings to measure: several where some experts get no token."""
+        return DRAWS if num_tokens and num_ranks * num_tokens * self.top_k < 5 * self.num_experts else 1
+
+    def topk_ids(self, rank: int, num_tokens: int, draw: int = 0) -> torch.Tensor:
         """Routing of one rank: int32 [T, K] on the CPU, different experts for each token."""
         sizes = (num_tokens, self.num_experts, self.top_k)
-        return draw_topk_ids(rank, *sizes, self.skew, self.masked_ratio)
+        return draw_topk_ids(rank + SEED_OF_DRAW * draw, *sizes, self.skew, self.masked_ratio)
 
 
 @dataclass(frozen=True)
@@ -64,9 +73,9 @@ class Work:
     """
 
     flops: float
-    busiest_flops: int
-    weight_bytes: int
-    sent_bytes: int
+    busiest_flops: float
+    weight_bytes: float
+    sent_bytes: float
 
     @property
     def floor_us(self) -> float:
@@ -79,8 +88,14 @@ class Work:
 
 
 def work(shape: MegaShape, num_ranks: int, num_tokens: int) -> Work:
-    """The work of one call with ``num_tokens`` tokens on each of ``num_ranks`` ranks."""
-    ids = [shape.topk_ids(rank, num_tokens) for rank in range(num_ranks)]
+    """The work of one call with ``num_tokens`` tokens on each of ``num_ranks`` ranks: the mean of all draws."""
+    draws = shape.num_draws(num_ranks, num_tokens)
+    works = [_work_of(shape, num_ranks, num_tokens, draw) for draw in range(draws)]
+    return Work(*(sum(values) / draws for values in zip(*map(astuple, works), strict=True)))
+
+
+def _work_of(shape: MegaShape, num_ranks: int, num_tokens: int, draw: int) -> Work:
+    ids = [shape.topk_ids(rank, num_tokens, draw) for rank in range(num_ranks)]
     experts = torch.cat([each[each >= 0] for each in ids]).long()
     per_expert = torch.bincount(experts, minlength=shape.num_experts).view(num_ranks, -1)
     touched, most_routes = int((per_expert > 0).sum(1).max()), int(per_expert.sum(1).max())
