@@ -15,8 +15,8 @@ from itertools import product
 
 import torch
 
-from tokenloom.errors import CapacityOverflow
-from tokenloom.plan import FP8_BLOCK, PLAIN_WEIGHTS, SWIGLU, Activation, Plan, WeightLayout, align_up
+from tokenloom.errors import CapacityOverflow, InvalidArgument
+from tokenloom.plan import FP8_BLOCK, PLAIN_WEIGHTS, RECIPES, SWIGLU, Activation, Plan, WeightLayout, align_up
 
 __all__ = ["Routed", "combine", "combine_weights", "dispatch", "fused_layer", "moe", "quantize_fp8"]
 
@@ -501,6 +501,8 @@ def fused_layer(
     Returns:
         bfloat16 [T, H].
     """
+    if recipe not in RECIPES:
+        raise InvalidArgument(f"recipe is {recipe!r}, expected one of {', '.join(RECIPES)}")
     activation, shared = Activation.of(activation), list(range(len(w1) - num_shared_experts, len(w1)))
     by_row = recipe == "row"
     given = x if isinstance(x, tuple) else quantize_fp8(x, power_of_two_scales=power_of_two_scales, recipe=recipe)
@@ -595,7 +597,7 @@ def quantize_fp8(
         scaled = block * (limit / amax)
         if power_of_two_scales:
             exponent = -40
-            while 2.0**exponent < scale.item():
+            while exponent < 127 and 2.0**exponent < scale.item():
                 exponent += 1
             scale = torch.tensor(2.0**exponent, dtype=torch.float32, device="cpu")
             scaled = block / scale

@@ -389,7 +389,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[tl.TokenloomError], str]] = {
     "x: FP8": (
         {"x": torch.zeros(5, HIDDEN).to(FP8)},
         tl.InvalidArgument,
-        "x is torch.float8_e4m3fn already, to_fp8=True",
+        "x is torch.float8_e4m3fn without scales; pass ",
     ),
     "x: tokens": (
         {

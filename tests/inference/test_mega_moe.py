@@ -381,6 +381,32 @@ def test_weights_of_checkpoints(kind: str, recipe: str, said: dict[str, str]) ->
         assert_near(outputs(mega), reference.fused_layer(x, *routes, w1, w1_scales, w2, w2_scales, recipe=recipe))
 
 
+def test_scales_of_channels_are_not_transposed() -> None:
+    """[L, 2I, 1] belongs to rows of weights in either layout; errors say which shapes they mean."""
+    given = of_checkpoint("channels")
+    with small_mega(recipe="row") as mega:
+        mega.load_weights(**given)
+        wanted, turned = outputs(mega), weights_transposed(given)
+        turned["w1_scales"] = given["w1_scales"][..., None]
+        mega.load_weights(**turned, weight_layout=tl.WeightLayout(transposed=True))
+        assert torch.equal(outputs(mega), wanted)
+        with pytest.raises(tl.ShapeMismatch, match="both once they are transposed, as weight_layout says"):
+            mega.load_weights(**given, weight_layout=tl.WeightLayout(transposed=True))
+        with pytest.raises(
+            tl.ShapeMismatch, match=r"w1_scales is \[2, 2, 2\], a scale for each 128 x 128 values; recipe="
+        ):
+            mega.use_weights(*mega.weights[:1], torch.ones(2, 2, 2), *mega.weights[2:])
+
+
+def weights_transposed(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    turned = {
+        name: w.view(torch.uint8).transpose(1, 2).contiguous().view(w.dtype)
+        for name, w in given.items()
+        if len(name) == 2
+    }
+    return given | turned
+
+
 def test_interleaved_fp8_with_scales_of_channels() -> None:
     given = of_checkpoint("channels")
     with small_mega(recipe="row") as mega:

@@ -116,6 +116,13 @@ def test_gates_and_ups_in_turn() -> None:
         assert torch.equal(rows[:, 16 * (r // 8) + 8 + r % 8], w1.view(torch.uint8)[:, 16 + r])
 
 
+def test_what_belongs_to_rows_takes_turns_with_them() -> None:
+    """A value for each row of w1, such as a scale of recipe "row", goes where its row goes."""
+    values = torch.arange(2 * 32).view(2, 32)
+    rows = interleave_gate_and_up(values[..., None].expand(2, 32, 3))
+    assert torch.equal(interleave_gate_and_up(values), rows[..., 0])
+
+
 OPTIONS: dict[str, dict[str, object]] = {
     "plain": {},
     "weighted": {"weighted": True},
@@ -265,13 +272,13 @@ def test_scales_of_the_other_recipe_are_named() -> None:
     with pytest.raises(ShapeMismatch, match=r"^a_scales is \[7\], a scale for each row; recipe='row' takes those"):
         grouped_gemm_fp8(a, by_row, b, b_scales, offsets)
     with pytest.raises(
-        ShapeMismatch, match=r"^b_scales is \[2, 256\], a scale for each row; recipe='row' takes those"
+        ShapeMismatch, match=r"^b_scales is \[2, 256\], a scale for each output channel; recipe='row' takes those"
     ):
         grouped_gemm_fp8(a, a_scales, b, by_channel, offsets)
-    with pytest.raises(ShapeMismatch, match=r"^a_scales is \[7, 2\], a scale for each of 128 values; recipe='block'"):
+    with pytest.raises(ShapeMismatch, match=r"^a_scales is \[7, 2\], a scale for each 128 values; recipe='block'"):
         grouped_gemm_fp8(a, a_scales, b, by_channel, offsets, recipe="row")
     with pytest.raises(
-        ShapeMismatch, match=r"^w1_scales is \[2, 2, 2\], a scale for each of 128 values; recipe='block'"
+        ShapeMismatch, match=r"^w1_scales is \[2, 2, 2\], a scale for each 128 x 128 values; recipe='block'"
     ):
         grouped_swiglu_fp8(a, by_row, b, b_scales, offsets, recipe="row")
     with pytest.raises(ShapeMismatch, match=r"^a_scales is \[7, 1\], expected \[7\]"):

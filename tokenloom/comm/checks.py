@@ -494,7 +494,9 @@ def _check_scales(plan: Plan, x: torch.Tensor, scales: torch.Tensor, device: tor
     shape, expected = list(scales.shape), [x.shape[0], *plan.scale_shape(recipe)]
     if shape == [x.shape[0], *plan.scale_shape(other := "block" if recipe == "row" else "row")]:
         shared_by = f"of {FP8_BLOCK} values" if other == "block" else "row"
-        raise ShapeMismatch(f"scales is {shape}, a scale for each {shared_by}; recipe={other!r} takes those")
+        raise ShapeMismatch(
+            f"scales is {shape}, a scale for each {shared_by}; recipe={other!r} takes those, this is {recipe!r}"
+        )
     if shape != expected:
         shared_by = f"per {FP8_BLOCK} values" if recipe == "block" else "for each row"
         raise ShapeMismatch(f"scales is {shape}, expected {expected}: one {shared_by}")

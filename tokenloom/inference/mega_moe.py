@@ -65,9 +65,9 @@ class MegaMoE:
             None sets none beside that.
         fast_math: use the hardware's exponential and division in the activation.
         recipe: which values share a scale. "block": 128 of a row, and 128 x 128 of a weight, as DeepSeek-V3 and Qwen3
-            have them. "row": a row, and an output channel of a weight, as compressed-tensors has them; it is faster
-            from 2,000 tokens on, and docs/reference/fp8.md says what it costs. Scales of activations are then powers
-            of two.
+            have them. "row": a row, and an output channel of a weight, as compressed-tensors has them; its GEMMs are
+            faster where they limit a call. docs/reference/fp8.md says what that costs. Scales of activations are then
+            powers of two.
         power_of_two_scales: round the scales of x and of activations up to powers of two.
         num_shared_experts: S, experts that every token goes to with weight 1, on its own rank. K + S is at most 32.
         schedule: schedule of all calls. None chooses by the number of tokens of each call.
@@ -215,9 +215,9 @@ class MegaMoE:
             w1: [L, 2I, H], gates first, then ups. bfloat16, float16 and float32 are quantised by the layer's recipe;
                 float8_e4m3fn comes with scales.
             w2: [L, H, I], of the same dtype.
-            w1_scales: beside FP8, else None: [L, 2I / 128, H / 128], [L, 2I], [L] or [], float32, bfloat16 or E8M0, as
-                ``weights_for`` takes them and converts them to the layer's recipe.
-            w2_scales: likewise [L, H / 128, I / 128], [L, H], [L] or [].
+            w1_scales: beside FP8, else None: [L, 2I / 128, H / 128], [L, 2I] or [L, 2I, 1], [L] or [], float32,
+                bfloat16 or E8M0, as ``weights_for`` takes them and converts them to the layer's recipe.
+            w2_scales: likewise [L, H / 128, I / 128], [L, H] or [L, H, 1], [L] or [].
             w1_bias: [L, 2I], in the order of w1's rows, float32 or narrower, or None.
             w2_bias: [L, H], or None.
             weight_layout: how w1, w2, their scales and w1_bias lie, where it is not as above. Block scales of
@@ -247,26 +247,33 @@ class MegaMoE:
         w1, w2 = as_plain(w1, weight_layout, interleaved), as_plain(w2, weight_layout)
         if w1_scales is not None:
             of_channels = w1_scales.numel() == local * 2 * width
-            w1_scales = as_plain(w1_scales, weight_layout)
+            w1_scales = as_plain(w1_scales, layout_of(w1_scales, weight_layout))
             w1_scales = as_plain(w1_scales, PLAIN_WEIGHTS, interleaved and of_channels)
-        w2_scales = None if w2_scales is None else as_plain(w2_scales, weight_layout)
+        w2_scales = None if w2_scales is None else as_plain(w2_scales, layout_of(w2_scales, weight_layout))
         w1_bias = None if w1_bias is None else as_plain(w1_bias, PLAIN_WEIGHTS, interleaved)
         if w1.dtype == FP8:
             if w1_scales is None or w2_scales is None:
                 raise ShapeMismatch("w1 and w2 are float8_e4m3fn, expected w1_scales and w2_scales too")
-        elif w1_scales is not None or w2_scales is not None:
+        elif w1.dtype in DTYPES and (w1_scales is not None or w2_scales is not None):
             raise DtypeMismatch(f"w1 is {w1.dtype}, which has no scales; leave them out")
-        check_tensor("w1", w1, w1.dtype, [local, 2 * width, hidden], self.comm.device)
-        check_tensor("w2", w2, w1.dtype, [local, hidden, width], self.comm.device)
-        w1, w1_scales, of_w1 = weights_for(self._recipe, w1, w1_scales, round_again=round_again, name="w1")
-        w2, w2_scales, of_w2 = weights_for(self._recipe, w2, w2_scales, round_again=round_again, name="w2")
+        try:
+            check_tensor("w1", w1, w1.dtype, [local, 2 * width, hidden], self.comm.device)
+            check_tensor("w2", w2, w1.dtype, [local, hidden, width], self.comm.device)
+            w1, w1_scales, of_w1 = weights_for(self._recipe, w1, w1_scales, round_again=round_again, name="w1")
+            w2, w2_scales, of_w2 = weights_for(self._recipe, w2, w2_scales, round_again=round_again, name="w2")
+        except ShapeMismatch as error:
+            if weight_layout.transposed:
+                raise ShapeMismatch(f"{error} (both once they are transposed, as weight_layout says)") from None
+            raise
         if self._recipe == "row":  # in the order of w1's rows
-            w1_scales = interleave_gate_and_up(w1_scales[..., None])[..., 0].contiguous()
+            w1_scales = interleave_gate_and_up(w1_scales)
         given = (interleave_gate_and_up(w1), w1_scales, w2, w2_scales)
         biases = self._float32_biases(w1_bias, w2_bias)
         if self._weights_are_ours:  # captured graphs read the weights where they are
             if [each is None for each in biases] != [each is None for each in self.biases]:
-                raise InvalidArgument("the weights loaded before had other biases, which captured graphs may read")
+                raise InvalidArgument(
+                    "the weights loaded before had other biases, which captured graphs may read; make another MegaMoE"
+                )
             for ours, theirs in zip((*self.weights, *self.biases), (*given, *biases), strict=True):
                 if ours is not None and theirs is not None:
                     ours.copy_(theirs)
@@ -289,7 +296,7 @@ class MegaMoE:
                 bias = bias.float().clone()
             found.append(bias)
         w1_bias, w2_bias = found
-        return None if w1_bias is None else interleave_gate_and_up(w1_bias[..., None])[..., 0].contiguous(), w2_bias
+        return None if w1_bias is None else interleave_gate_and_up(w1_bias), w2_bias
 
     def use_weights(
         self,
@@ -307,10 +314,10 @@ class MegaMoE:
             w1: float8_e4m3fn [L, 2I, H], the experts of ``load_weights``, with gates and ups in turn as
                 ``interleave_gate_and_up`` puts them.
             w1_scales: float32 [L, 2I / 128, H / 128], gates, then ups, not interleaved. Recipe "row": [L, 2I], in the
-                order of w1's rows.
+                order of w1's rows (``interleave_gate_and_up(w1_scales)``).
             w2: float8_e4m3fn [L, H, I].
             w2_scales: float32 [L, H / 128, I / 128]. Recipe "row": [L, H].
-            w1_bias: float32 [L, 2I], in the order of w1's rows, or None.
+            w1_bias: float32 [L, 2I], in the order of w1's rows likewise, or None.
             w2_bias: float32 [L, H], or None.
 
         Raises:
@@ -345,7 +352,8 @@ class MegaMoE:
 
         Args:
             x: bfloat16, float16 or float32 [T, H], which dispatch quantises, or (float8_e4m3fn [T, H], float32
-                [T, H / 128], with recipe "row" [T]). T may differ per rank and may be 0.
+                [T, H / 128], with recipe "row" [T]). T may differ per rank and may be 0, but all ranks pass the same
+                of both.
             topk_ids: int32 or int64 [T, K]; -1 is an unused place.
             topk_weights: float32 [T, K].
             expert_stats: int32 [E / W], to which each local expert's number of routes is added, or None.
@@ -412,6 +420,10 @@ class MegaMoE:
         engine, plan, device = self.comm.engine, self.comm.plan, self._device
         self._experts.ready_stream()
         with engine.sequence(*self._experts.upcoming):
+            if isinstance(x, torch.Tensor) and x.dtype == FP8:
+                raise InvalidArgument(
+                    "x is torch.float8_e4m3fn without scales; pass (x, scales), or x before it was FP8"
+                )
             if not self._experts.checks_tokens:
                 options = DispatchOptions(
                     "expert", 1, "bounded", 1, to_fp8=not isinstance(x, (tuple, list)), recipe=self._recipe
@@ -478,6 +490,11 @@ class MegaMoE:
 
 def _ignore(stage: str) -> None:
     """For ``after_stage`` where nobody wants to know."""
+
+
+def layout_of(scales: torch.Tensor, layout: WeightLayout) -> WeightLayout:
+    """The layout of weights, or the plain one for scales of channels or experts, which have no second dimension."""
+    return layout if scales.dim() == 3 and scales.shape[-1] > 1 else PLAIN_WEIGHTS
 
 
 def as_plain(tensor: torch.Tensor, layout: WeightLayout, interleaved: bool = False) -> torch.Tensor:

@@ -156,12 +156,12 @@ def grouped_swiglu_fp8(
         a_scales: float32 [R, K / 128] or [E, S, K / 128], contiguous. Recipe "row": [R] or [E, S].
         w1: float8_e4m3fn [E, 2I, K] from ``interleave_gate_and_up``, I a multiple of 128.
         w1_scales: float32 [E, 2I / 128, K / 128], gates, then ups, not interleaved. Recipe "row": [E, 2I], in the
-            order of w1's rows.
+            order of w1's rows (``interleave_gate_and_up(w1_scales)``).
         expert_offsets: int32 [E + 1], as in ``grouped_gemm_fp8``, beside a of [R, K].
         row_weights: float32 [R] or [E, S], or None for ones.
         expert_counts: int32 [E], as in ``grouped_gemm_fp8``, beside a of [E, S, K].
         activation: an ``Activation`` with gates, or the name of one.
-        bias: float32 [E, 2I], contiguous, in the order of w1's rows, or None.
+        bias: float32 [E, 2I], contiguous, in the order of w1's rows likewise, or None.
         clamp: largest gate, and largest absolute up, before the activation: its ``limit`` by another name. None sets
             none beside that.
         power_of_two_scales: as in ``quantize_fp8``. Recipe "row" always has them.
@@ -196,8 +196,8 @@ def grouped_swiglu_fp8(
     if a.is_cpu:
         w1 = separate_gate_and_up(w1)
         if by_row:
-            w1_scales = separate_gate_and_up(w1_scales[..., None])[..., 0]
-        plain_bias = None if bias is None else separate_gate_and_up(bias[..., None])[..., 0]
+            w1_scales = separate_gate_and_up(w1_scales)
+        plain_bias = None if bias is None else separate_gate_and_up(bias)
         with _as_kernels_compute():
             for e, own, sums in _sums_on_cpu(a, a_scales, w1, w1_scales, expert_offsets, expert_counts):
                 activations = apply_activation(sums if plain_bias is None else sums + plain_bias[e], form)
@@ -227,10 +227,11 @@ def grouped_swiglu_fp8(
 def interleave_gate_and_up(w1: torch.Tensor) -> torch.Tensor:
     """Reorder the rows of w1, gates then ups, so that 8 gates and 8 ups take turns.
 
-    ``grouped_swiglu_fp8`` and ``MegaMoE.use_weights`` take weights in this order.
+    ``grouped_swiglu_fp8`` and ``MegaMoE.use_weights`` take weights in this order, and what belongs to rows of w1: its
+    bias, and its scales of recipe "row".
 
     Args:
-        w1: [E, 2I, K], gates first, then ups; I a multiple of 8. Any dtype.
+        w1: [E, 2I, K], or [E, 2I] of a value for each row; gates first, then ups; I a multiple of 8. Any dtype.
 
     Returns:
         A new tensor with the same rows, shape and dtype.
@@ -239,20 +240,20 @@ def interleave_gate_and_up(w1: torch.Tensor) -> torch.Tensor:
         InvalidArgument, ShapeMismatch: w1 is not as above.
     """
     require_type("w1", w1, torch.Tensor, "a torch.Tensor")
-    if w1.dim() != 3 or w1.shape[1] % (2 * INTERLEAVED_ROWS):
-        raise ShapeMismatch(f"w1 is {list(w1.shape)}, expected [E, 2I, K] with I a multiple of {INTERLEAVED_ROWS}")
-    experts, rows, k = w1.shape
+    if w1.dim() not in (2, 3) or w1.shape[1] % (2 * INTERLEAVED_ROWS):
+        raise ShapeMismatch(
+            f"w1 is {list(w1.shape)}, expected [E, 2I, K] or [E, 2I] with I a multiple of {INTERLEAVED_ROWS}"
+        )
     halves = w1.view(torch.uint8) if w1.itemsize == 1 else w1
-    halves = halves.reshape(experts, 2, rows // (2 * INTERLEAVED_ROWS), INTERLEAVED_ROWS, k)
-    return halves.transpose(1, 2).reshape(experts, rows, k).view(w1.dtype)
+    halves = halves.unflatten(1, (2, -1, INTERLEAVED_ROWS))
+    return halves.transpose(1, 2).reshape(w1.shape).view(w1.dtype)
 
 
 def separate_gate_and_up(w1: torch.Tensor) -> torch.Tensor:
-    """Undo ``interleave_gate_and_up``: return [E, 2I, K], gates first, then ups."""
-    experts, rows, k = w1.shape
+    """Undo ``interleave_gate_and_up``: gates first, then ups."""
     turns = w1.view(torch.uint8) if w1.itemsize == 1 else w1
-    turns = turns.reshape(experts, rows // (2 * INTERLEAVED_ROWS), 2, INTERLEAVED_ROWS, k)
-    return turns.transpose(1, 2).reshape(experts, rows, k).view(w1.dtype)
+    turns = turns.unflatten(1, (-1, 2, INTERLEAVED_ROWS))
+    return turns.transpose(1, 2).reshape(w1.shape).view(w1.dtype)
 
 
 def _launch(
@@ -366,8 +367,7 @@ def _check(
         raise ShapeMismatch(f"a is {list(a.shape)}, expected {form}")
     rows = [num_experts, a.shape[1]] if slots else [a.shape[0]]
     check_tensor("a", a, fp8, [*rows, k], a.device)
-    for name, scales, values in (("a_scales", a_scales, a), (f"{b_name}_scales", b_scales, b)):
-        _check_granularity(name, scales, values, recipe)
+    _check_granularity("a_scales", a_scales, rows, k // BLOCK, "row", recipe)
     check_tensor("a_scales", a_scales, fp32, rows if recipe == "row" else [*rows, k // BLOCK], a.device)
     check_weights(b_name, b, b_scales, [num_experts, n, k], a.device, recipe)
     if expert_offsets is not None:
@@ -380,17 +380,24 @@ def _check(
     check_device(a.device)
 
 
-def _check_granularity(name: str, scales: object, values: torch.Tensor, recipe: str) -> None:
-    """Raise for scales of the other recipe, by its name."""
+def _check_granularity(name: str, scales: object, rows: list[int], blocks: int, of: str, recipe: str) -> None:
+    """Raise for scales of the other recipe, by its name.
+
+    Args:
+        rows: shape of the scales by recipe "row". blocks: of 128 values in a row.
+        of: what a scale is of by recipe "row".
+    """
     if not isinstance(scales, torch.Tensor) or scales.is_nested:
         return
-    *rows, k = values.shape
-    of_blocks = [*rows, k // BLOCK] if name == "a_scales" else [*rows[:-1], rows[-1] // BLOCK, k // BLOCK]
+    of_blocks = [*rows, blocks] if of == "row" else [rows[0], rows[1] // BLOCK, blocks]
     shape = list(scales.shape)
     if recipe == "block" and shape == rows:
-        raise ShapeMismatch(f"{name} is {shape}, a scale for each row; recipe='row' takes those")
+        raise ShapeMismatch(f"{name} is {shape}, a scale for each {of}; recipe='row' takes those, this is 'block'")
     if recipe == "row" and shape == of_blocks:
-        raise ShapeMismatch(f"{name} is {shape}, a scale for each of 128 values; recipe='block' takes those")
+        values = "128" if of == "row" else "128 x 128"
+        raise ShapeMismatch(
+            f"{name} is {shape}, a scale for each {values} values; recipe='block' takes those, this is 'row'"
+        )
 
 
 def check_device(device: torch.device) -> None:
@@ -425,6 +432,7 @@ def check_weights(
     """Raise an error unless the weights are FP8 of this shape [E, N, K], with scales as the recipe has them."""
     num_experts, n, k = shape
     check_tensor(name, weights, torch.float8_e4m3fn, shape, device)
+    _check_granularity(f"{name}_scales", scales, [num_experts, n], k // BLOCK, "output channel", recipe)
     of_scales = [num_experts, n] if recipe == "row" else [num_experts, n // BLOCK, k // BLOCK]
     check_tensor(f"{name}_scales", scales, torch.float32, of_scales, device)
     check_aligned(name, weights)

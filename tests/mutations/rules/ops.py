@@ -75,7 +75,7 @@ FP8 = (
     M("rows-of-blocks", "recipe 'row' is recipe 'block'", "ops.quant.fp8:quantize_fp8",
       'recipe == "row"', "False", "tests/ops/test_quant.py::test_rows_have_one_scale"),
     M("scales-of-any-recipe", "scales of the other recipe are refused as if they were of a wrong size",
-      "ops.gemm:_check", "_check_granularity(name, scales, values, recipe)", "pass",
+      "ops.gemm:_check", '_check_granularity("a_scales", a_scales, rows, k // BLOCK, "row", recipe)', "pass",
       "tests/ops/test_gemm.py::test_scales_of_the_other_recipe_are_named"),
     M("reciprocal-of-the-scale", "values are multiplied by 1 / scale, which rounds twice", "ops.quant.fp8:_quantize",
       "limit / amax", "1 / scale", *QUANT_TESTS),

@@ -360,7 +360,7 @@ BAD: list[tuple[tuple[Any, ...], type[TokenloomError], str]] = [
     (("row", _fp8(128, 128)), ShapeMismatch, f"w is [128, 128], {NOT_SIZES}"),
     (("row", _fp8(1, 100, 128)), ShapeMismatch, f"w is [1, 100, 128], {NOT_SIZES}"),
     (("row", _fp8(1, 128, 100)), ShapeMismatch, f"w is [1, 128, 100], {NOT_SIZES}"),
-    (("row", _fp8(0, 128, 128)), ShapeMismatch, f"w is [0, 128, 128], {NOT_SIZES}"),
+    (("row", _fp8(0, 128, 128)), ShapeMismatch, f"w is [0, 128, 128], {NOT_SIZES}, and not of 0 experts"),
     (
         ("row", torch.ones(1, 128, 128), torch.ones(1)),
         DtypeMismatch,

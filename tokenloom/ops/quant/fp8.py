@@ -112,12 +112,18 @@ def dequantize_fp8(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = t
         [..., H] of ``dtype``.
 
     Raises:
-        ShapeMismatch: scales of rows are not as many as rows.
+        ShapeMismatch: the scales are neither of rows nor of 128 values of them.
     """
     if scales.dim() < q.dim():
         if scales.shape != q.shape[:-1]:
             raise ShapeMismatch(f"scales is {list(scales.shape)}, expected {list(q.shape[:-1])}: one for each row")
         return (q.float() * scales.unsqueeze(-1)).to(dtype)
+    of_blocks = [*q.shape[:-1], q.shape[-1] // FP8_BLOCK]
+    if list(scales.shape) != of_blocks or q.shape[-1] % FP8_BLOCK:
+        raise ShapeMismatch(
+            f"scales is {list(scales.shape)}, expected {of_blocks}, one for {FP8_BLOCK} values of a row, or "
+            f"{of_blocks[:-1]}, one for each row"
+        )
     blocks = q.float().unflatten(-1, (scales.shape[-1], FP8_BLOCK))
     return (blocks * scales.unsqueeze(-1)).flatten(-2).to(dtype)
 

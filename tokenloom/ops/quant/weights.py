@@ -90,6 +90,7 @@ def weights_for(
         DeviceMismatch: the scales are on another device than w.
     """
     require_recipe(recipe)
+    require_type("round_again", round_again, bool, "a bool")
     _check(name, w, w_scales)
     sizes = (w.shape[0] * w.shape[1], w.numel())
     if w_scales is None:
@@ -116,9 +117,13 @@ def _check(name: str, w: torch.Tensor, w_scales: torch.Tensor | None) -> None:
     """Raise an error for wrong types, dtypes, sizes of w and devices."""
     require_type(name, w, torch.Tensor, "a torch.Tensor")
     if w.dtype != E4M3 and w.dtype not in WIDE_DTYPES:
-        raise DtypeMismatch(f"{name} is {w.dtype}, expected bfloat16, float16, float32 or float8_e4m3fn")
+        cure = "; view bytes as torch.float8_e4m3fn" if w.dtype in (torch.uint8, torch.int8) else ""
+        raise DtypeMismatch(f"{name} is {w.dtype}, expected bfloat16, float16, float32 or float8_e4m3fn{cure}")
     if w.dim() != 3 or w.shape[1] % FP8_BLOCK or w.shape[2] % FP8_BLOCK or not w.numel():
-        raise ShapeMismatch(f"{name} is {list(w.shape)}, expected [E, N, K] with N and K multiples of {FP8_BLOCK}")
+        raise ShapeMismatch(
+            f"{name} is {list(w.shape)}, expected [E, N, K] with N and K multiples of {FP8_BLOCK}"
+            + ", and not of 0 experts" * (w.shape[:1] == (0,))
+        )
     if w.dtype != E4M3:
         if w_scales is not None:
             raise DtypeMismatch(f"{name} is {w.dtype}, which has no scales; leave them out")
