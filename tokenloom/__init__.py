@@ -36,7 +36,15 @@ if TYPE_CHECKING:
     )
     from tokenloom.inference.mega_moe import MegaMoE
     from tokenloom.ops.gemm import grouped_gemm_fp8, grouped_swiglu_fp8, interleave_gate_and_up
-    from tokenloom.ops.quant import WeightReport, dequantize_fp8, quantize_fp8, quantize_fp8_blocks, weights_for
+    from tokenloom.ops.quant import (
+        MXFP4,
+        FourBits,
+        WeightReport,
+        dequantize_fp8,
+        quantize_fp8,
+        quantize_fp8_blocks,
+        weights_for,
+    )
     from tokenloom.ops.router import Router
     from tokenloom.plan import Activation, WeightLayout
     from tokenloom.training.data_parallel import clip_grad_norm_, data_parallel, split_parameters
@@ -56,6 +64,8 @@ _MODULE_OF = {
     "Router": "ops.router",
     "Strategy": "backends.seam",
     "WeightLayout": "plan",
+    "FourBits": "ops.quant",
+    "MXFP4": "ops.quant",
     "WeightReport": "ops.quant",
     "clip_grad_norm_": "training.data_parallel",
     "data_parallel": "training.data_parallel",
@@ -72,6 +82,7 @@ _MODULE_OF = {
 }
 
 __all__ = [
+    "MXFP4",
     "Activation",
     "BackendUnavailable",
     "CapacityOverflow",
@@ -81,6 +92,7 @@ __all__ = [
     "DispatchOut",
     "DtypeMismatch",
     "ExpertParallelMoE",
+    "FourBits",
     "InvalidArgument",
     "InvalidExpertId",
     "KernelCompileError",

@@ -44,6 +44,8 @@ PUBLIC = {
         "Router",
         "Strategy",
         "WeightLayout",
+        "FourBits",
+        "MXFP4",
         "WeightReport",
         "__version__",
         "clip_grad_norm_",

@@ -64,10 +64,10 @@ EXPIRED_CALLS = (
 
 QUANTISED_ROWS = (
     M("largest-of-a-part", "a row is quantised by the largest value of some of its lanes",
-      "device/tile/fp8.cuh:largest_in_row", "other < 32", "other < 16", ONE_SCALE),
+      "device/tile/fp8.cuh:largest_of_tile", "other < 32", "other < 16", ONE_SCALE),
     M("largest-of-the-last-tile", "a row is quantised by the largest value of its last tile",
-      "device/tile/fp8.cuh:largest_in_row", "Packed packed[Row::kSteps];", "Packed packed[Row::kSteps]; amax = 0.0f;",
-      ONE_SCALE),
+      "device/tile/fp8.cuh:largest", "amax = fmaxf(amax, largest_of_tile(from, tile, lane))",
+      "amax = largest_of_tile(from, tile, lane)", ONE_SCALE),
 )
 
 GEMM_TILES = (

@@ -370,7 +370,7 @@ BAD: list[tuple[tuple[Any, ...], type[TokenloomError], str]] = [
     (
         ("row", _fp8(1, 128, 128), torch.ones(1, dtype=torch.int32)),
         DtypeMismatch,
-        "w_scales is torch.int32, expected float32 or bfloat16, or float8_e8m0fnu or uint8 for E8M0",
+        "w_scales is torch.int32, expected float32, bfloat16 or float16, or float8_e8m0fnu or uint8 for E8M0",
     ),
     (
         ("row", _fp8(1, 128, 128), torch.ones(1, device="meta")),

@@ -126,7 +126,7 @@ struct RowToQuantize {
         return amax;
     }
 
-    // Second: put(index, codes) for the units of a tile that are inside the row.
+    // Second: put(inside, index, codes) for the units of a tile, by all lanes together.
     template <class Put>
     static __device__ __forceinline__ void tile_by(float factor, const unsigned char* from, int tile, int lane,
                                                    Put put) {
@@ -134,8 +134,10 @@ struct RowToQuantize {
         load(packed, from, tile, lane);
         int index;
 #pragma unroll
-        for (int step = 0; step < Row::kSteps; ++step)
-            if (Row::unit(tile, step, lane, index)) put(index, codes_of(unpack(packed[step]), factor));
+        for (int step = 0; step < Row::kSteps; ++step) {
+            const bool inside = Row::unit(tile, step, lane, index);
+            put(inside, index, codes_of(unpack(packed[step]), factor));
+        }
     }
 
     // A tile's loads are all on their way before anything is stored.
@@ -187,10 +189,10 @@ __device__ __forceinline__ void quantize_whole_row(const unsigned char* from, ui
         if (lane == 0) *to = scale.scale;
     }
     for (int tile = 0; tile < Row::Row::kCount; ++tile)
-        Row::tile_by(scale.factor, from, tile, lane, [&](int index, const Vec16& codes) {
+        Row::tile_by(scale.factor, from, tile, lane, [&](bool inside, int index, const Vec16& codes) {
             for (uint32 rest = targets; rest != 0; rest &= rest - 1) {
                 auto* to = reinterpret_cast<unsigned char*>(of_lane(target, rest));
-                store_16(to + index * Row::kLaneValues, codes);
+                if (inside) store_16(to + index * Row::kLaneValues, codes);
             }
         });
 }

@@ -25,7 +25,9 @@ struct PackedToken {
         if constexpr (kQuantizes && kOneScale) {
             const Fp8Scale scale = fp8_scale<Shape::power_of_two != 0>(largest);
             Quantized::tile_by(scale.factor, values_of(x, token), part, lane,
-                               [&](int index, const Vec16& codes) { values[index] = codes; });
+                               [&](bool inside, int index, const Vec16& codes) {
+                                   if (inside) values[index] = codes;
+                               });
             if (part == 0 && lane == 0) *scales = scale.scale;
         } else if constexpr (kQuantizes) {
             const unsigned char* from = values_of(x, token);

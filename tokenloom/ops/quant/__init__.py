@@ -1,9 +1,12 @@
 """Quantisation: values in a narrow format, with scales."""
 
+from tokenloom.ops.quant.four_bits import MXFP4, FourBits
 from tokenloom.ops.quant.fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_blocks, require_recipe, share_row_scales
 from tokenloom.ops.quant.weights import WeightReport, weights_for
 
 __all__ = [
+    "MXFP4",
+    "FourBits",
     "WeightReport",
     "dequantize_fp8",
     "quantize_fp8",

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch, require_type
+from tokenloom.ops.quant.four_bits import FourBits, check_four_bits, encode_as_fp8
 from tokenloom.ops.quant.fp8 import quantize_fp8, quantize_fp8_blocks, require_recipe
-from tokenloom.ops.quant.scale_layouts import MANTISSA_BITS
+from tokenloom.ops.quant.scale_dtypes import require_scale_dtype, widen_scales
 from tokenloom.plan import FP8_BLOCK
 
 E4M3 = torch.float8_e4m3fn
 E4M3_NAN = 0x7F
-E8M0_NAN = 0xFF
 WIDE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Of weights without scales."""
-SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)
 
 SMALLEST_RATIO = 2.0**-20
 """Least ratio of scales in use. It rounds all of E4M3 to zero, as smaller ones do, and its products fit float32."""
@@ -28,7 +27,7 @@ class WeightReport:
 
     Attributes:
         origin: "as they were"; "repeated", of one scale for an expert; "quantised", from a wider dtype; "rebased
-            exactly", with other scales and the same values; or "rounded again".
+            exactly", with other scales and the same values; "encoded exactly", from four bits; or "rounded again".
         num_channels: output channels of all experts.
         num_values: weights of all experts.
         num_rounded_channels: channels with a value that was rounded again.
@@ -54,6 +53,7 @@ def weights_for(
     w: torch.Tensor,
     w_scales: torch.Tensor | None = None,
     *,
+    four_bits: FourBits | None = None,
     round_again: bool = False,
     name: str = "w",
 ) -> tuple[torch.Tensor, torch.Tensor, WeightReport]:
@@ -74,7 +74,12 @@ def weights_for(
         w: float8_e4m3fn [E, N, K], or bfloat16, float16 or float32 without scales. N and K are multiples of 128.
         w_scales: of FP8: [E, N / 128, K / 128], one for 128 x 128 values; [E, N] or [E, N, 1], one for each output
             channel; [E], [E, 1] or [E, 1, 1], one for each expert; or [] or [1], one for all. float32, bfloat16,
-            float8_e8m0fnu, or uint8 with the bytes of the latter: b is 2**(b - 127).
+            float16, float8_e8m0fnu, or uint8 with the bytes of the latter: b is 2**(b - 127). Of four bits:
+            [E, N, K / group].
+        four_bits: how w holds values of four bits, such as ``MXFP4``, or None. w is then uint8, int8 or int32, whose
+            items hold 2 or 8 values: [E, N, K / 2] or [E, N, K / 8], or the same with groups apart, as gpt-oss has
+            them: [E, N, K / group, group / 2]. Scales that are powers of two make it exact in E4M3, where those of a
+            block or channel lie within 14 octaves; others round all values again.
         round_again: round values a second time where the conversion needs it, instead of raising InvalidArgument.
         name: of w in errors; that of the scales has ``_scales`` behind it.
 
@@ -91,11 +96,13 @@ def weights_for(
     """
     require_recipe(recipe)
     require_type("round_again", round_again, bool, "a bool")
+    if four_bits is not None:
+        return _of_four_bits(recipe, w, w_scales, four_bits, round_again, name)
     _check(name, w, w_scales)
     sizes = (w.shape[0] * w.shape[1], w.numel())
     if w_scales is None:
         return *_quantize_experts(recipe, w.detach()), WeightReport("quantised", *sizes)
-    scales_of, scales = _by_unit(f"{name}_scales", _as_float32(f"{name}_scales", w_scales.detach()), w)
+    scales_of, scales = _by_unit(f"{name}_scales", widen_scales(f"{name}_scales", w_scales.detach()), w)
     if scales_of in (recipe, "expert"):
         report = WeightReport("as they were" if scales_of == recipe else "repeated", *sizes)
         return w.detach().contiguous(), _flatten(recipe, _spread(recipe, scales, w)), report
@@ -111,6 +118,22 @@ def weights_for(
         )
     report = WeightReport("rounded again" if values else "rebased exactly", *sizes, channels, values)
     return codes, _flatten(recipe, scales), report
+
+
+def _of_four_bits(
+    recipe: str, w: torch.Tensor, w_scales: torch.Tensor | None, four_bits: FourBits, round_again: bool, name: str
+) -> tuple[torch.Tensor, torch.Tensor, WeightReport]:
+    check_four_bits(name, w, w_scales, four_bits)
+    assert w_scales is not None
+    codes, scales, counts = encode_as_fp8(recipe, name, w, w_scales, four_bits)
+    channels, values = counts.tolist()
+    sizes = (codes.shape[0] * codes.shape[1], codes.numel())
+    if values and not round_again:
+        raise InvalidArgument(
+            f"{name} has values of four bits; as FP8 of recipe={recipe!r}, {channels} of {sizes[0]} channels "
+            f"({values} of {sizes[1]} values) would be rounded again; pass round_again=True to allow it"
+        )
+    return codes, scales, WeightReport("rounded again" if values else "encoded exactly", *sizes, channels, values)
 
 
 def _check(name: str, w: torch.Tensor, w_scales: torch.Tensor | None) -> None:
@@ -131,24 +154,9 @@ def _check(name: str, w: torch.Tensor, w_scales: torch.Tensor | None) -> None:
     if w_scales is None:
         raise ShapeMismatch(f"{name} is float8_e4m3fn, expected {name}_scales too")
     require_type(f"{name}_scales", w_scales, torch.Tensor, "a torch.Tensor")
-    if w_scales.dtype not in SCALE_DTYPES:
-        raise DtypeMismatch(
-            f"{name}_scales is {w_scales.dtype}, expected float32 or bfloat16, or float8_e8m0fnu or uint8 for E8M0"
-        )
+    require_scale_dtype(f"{name}_scales", w_scales)
     if w_scales.device != w.device:
         raise DeviceMismatch(f"{name}_scales is on {w_scales.device}, expected {w.device}, where {name} is")
-
-
-def _as_float32(name: str, scales: torch.Tensor) -> torch.Tensor:
-    """Widen scales, which is exact."""
-    if scales.dtype in (torch.float32, torch.bfloat16):
-        return scales.float()
-    exponents = scales.view(torch.uint8).to(torch.int32)
-    if (exponents == E8M0_NAN).any():
-        raise InvalidArgument(f"{name} has the byte {E8M0_NAN}, which is NaN in E8M0")
-    # The exponents of float32 have the same bias, but 0 is for subnormals there: 2**-127 is half the smallest normal.
-    bits = torch.where(exponents > 0, exponents << MANTISSA_BITS, 1 << MANTISSA_BITS - 1)
-    return bits.view(torch.float32)
 
 
 def _by_unit(name: str, scales: torch.Tensor, w: torch.Tensor) -> tuple[str, torch.Tensor]:
