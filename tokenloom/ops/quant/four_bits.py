@@ -49,6 +49,7 @@ class FourBits:
 
 
 MXFP4 = FourBits()
+"""E2M1 in groups of 32, low halves of bytes first, as gpt-oss and DeepSeek-V4 have it."""
 
 
 def check_four_bits(name: str, w: torch.Tensor, w_scales: torch.Tensor | None, four_bits: FourBits) -> None:
