@@ -112,10 +112,12 @@ def test_groups_that_lie_apart() -> None:
     assert torch.equal(plain[1], apart[1])
 
 
-def test_a_channel_of_zeros() -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_scales_of_zero_and_one_large_one(recipe: str) -> None:
+    """Channels of zeros are exact, and the largest scale of a block may be in any group."""
     codes, scales = random_codes(1, 128, 128), torch.ones(1, 128, 4)
-    scales[0, :64] = 0
-    w, of_w, report = tl.weights_for("row", packed(codes, tl.MXFP4), scales, four_bits=tl.MXFP4)
+    scales[0, :64], scales[0, 100, 3] = 0, 2.0**7
+    w, of_w, report = tl.weights_for(recipe, packed(codes, tl.MXFP4), scales, four_bits=tl.MXFP4)
     assert torch.equal(decoded(w, of_w), values_of(codes, scales, tl.MXFP4))
     assert report.origin == "encoded exactly"
 
