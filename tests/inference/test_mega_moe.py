@@ -381,6 +381,35 @@ def test_weights_of_checkpoints(kind: str, recipe: str, said: dict[str, str]) ->
         assert_near(outputs(mega), reference.fused_layer(x, *routes, w1, w1_scales, w2, w2_scales, recipe=recipe))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_four_bits(interleaved: bool, recipe: str) -> None:
+    """As gpt-oss has them: gates and ups in turns, groups apart. The layer computes with exactly these values."""
+    generator = torch.Generator().manual_seed(0)
+    plain: dict[str, torch.Tensor] = {}
+    for name, (rows, depth) in {"w1": (256, 256), "w2": (256, 128)}.items():
+        plain[name] = torch.randint(0, 256, (2, rows, depth // 32, 16), generator=generator).to(torch.uint8)
+        plain[f"{name}_scales"] = torch.randint(117, 120, (2, rows, depth // 32), generator=generator).to(torch.uint8)
+    given = dict(plain)
+    if interleaved:
+        for name in ("w1", "w1_scales"):
+            given[name] = plain[name].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    with small_mega(recipe=recipe) as mega:
+        mega.load_weights(**given, four_bits=tl.MXFP4, weight_layout=tl.WeightLayout(interleaved=interleaved))
+        assert "scales of w1 encoded exactly; of w2 encoded exactly" in mega.describe()
+        found = outputs(mega)
+        (w1, w1_scales, _), (w2, w2_scales, _) = (
+            tl.weights_for(recipe, plain[name], plain[f"{name}_scales"], four_bits=tl.MXFP4) for name in ("w1", "w2")
+        )
+        mega.load_weights(w1, w2, w1_scales, w2_scales)
+        assert torch.equal(found, outputs(mega))
+        assert found.abs().max() > 0
+        with pytest.raises(tl.InvalidArgument, match="weights of four bits cannot be transposed"):
+            mega.load_weights(**given, four_bits=tl.MXFP4, weight_layout=tl.WeightLayout(transposed=True))
+        with pytest.raises(tl.ShapeMismatch, match=r"^w2 is \[2, 256, 256\].*, expected \[2, 256, 128\]"):
+            mega.load_weights(**{**plain, "w2": plain["w1"], "w2_scales": plain["w1_scales"]}, four_bits=tl.MXFP4)
+
+
 def test_scales_of_channels_are_not_transposed() -> None:
     """[L, 2I, 1] belongs to rows of weights in either layout; errors say which shapes they mean."""
     given = of_checkpoint("channels")

@@ -30,7 +30,7 @@ from tokenloom.ops.gemm import (
     gated_activation,
     interleave_gate_and_up,
 )
-from tokenloom.ops.quant import WeightReport, require_recipe, weights_for
+from tokenloom.ops.quant import FourBits, WeightReport, require_recipe, weights_for
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.runtime.rendezvous import agree
 
@@ -204,6 +204,7 @@ class MegaMoE:
         w1_bias: torch.Tensor | None = None,
         w2_bias: torch.Tensor | None = None,
         weight_layout: WeightLayout = PLAIN_WEIGHTS,
+        four_bits: FourBits | None = None,
         round_again: bool = False,
     ) -> None:
         """Copy this rank's experts, with gates and ups of w1 in turn. Captured graphs use the new values too.
@@ -222,6 +223,9 @@ class MegaMoE:
             w2_bias: [L, H], or None.
             weight_layout: how w1, w2, their scales and w1_bias lie, where it is not as above. Block scales of
                 interleaved FP8 would be of gates and ups together, so those are refused.
+            four_bits: how w1 and w2 hold values of four bits, such as ``MXFP4``, or None. They are encoded as FP8, as
+                ``weights_for`` does it from w1 [L, 2I, H / 2] with w1_scales [L, 2I, H / group], and w2 likewise. Rows
+                may be interleaved, but not transposed.
             round_again: round FP8 values a second time where the recipe needs other scales than they have, and
                 these do not convert exactly. ``describe()`` says how many were. Otherwise that is an error.
 
@@ -237,6 +241,10 @@ class MegaMoE:
         for name, tensor in {"w1": w1, "w2": w2, **optional}.items():
             if not isinstance(tensor, torch.Tensor) and not (name in optional and tensor is None):
                 raise InvalidArgument(f"{name} is {a_type(tensor)}, expected a torch.Tensor")
+        if four_bits is not None and weight_layout.transposed:
+            raise InvalidArgument(
+                "weights of four bits cannot be transposed: bytes hold values along the last dimension"
+            )
         interleaved, blocks = weight_layout.interleaved, [local, 2 * width // BLOCK, hidden // BLOCK]
         of_blocks = w1_scales is not None and sorted(w1_scales.shape) == sorted(blocks)  # transposed or not
         if interleaved and w1.dtype == FP8 and of_blocks:
@@ -246,7 +254,7 @@ class MegaMoE:
             )
         w1, w2 = as_plain(w1, weight_layout, interleaved), as_plain(w2, weight_layout)
         if w1_scales is not None:
-            of_channels = w1_scales.numel() == local * 2 * width
+            of_channels = four_bits is not None or w1_scales.numel() == local * 2 * width
             w1_scales = as_plain(w1_scales, layout_of(w1_scales, weight_layout))
             w1_scales = as_plain(w1_scales, PLAIN_WEIGHTS, interleaved and of_channels)
         w2_scales = None if w2_scales is None else as_plain(w2_scales, layout_of(w2_scales, weight_layout))
@@ -256,11 +264,14 @@ class MegaMoE:
                 raise ShapeMismatch("w1 and w2 are float8_e4m3fn, expected w1_scales and w2_scales too")
         elif w1.dtype in DTYPES and (w1_scales is not None or w2_scales is not None):
             raise DtypeMismatch(f"w1 is {w1.dtype}, which has no scales; leave them out")
+        options: dict[str, Any] = {"four_bits": four_bits, "round_again": round_again}
         try:
-            check_tensor("w1", w1, w1.dtype, [local, 2 * width, hidden], self.comm.device)
-            check_tensor("w2", w2, w1.dtype, [local, hidden, width], self.comm.device)
-            w1, w1_scales, of_w1 = weights_for(self._recipe, w1, w1_scales, round_again=round_again, name="w1")
-            w2, w2_scales, of_w2 = weights_for(self._recipe, w2, w2_scales, round_again=round_again, name="w2")
+            if four_bits is None:
+                check_tensor("w1", w1, w1.dtype, [local, 2 * width, hidden], self.comm.device)
+                check_tensor("w2", w2, w1.dtype, [local, hidden, width], self.comm.device)
+            w1, w1_scales, of_w1 = weights_for(self._recipe, w1, w1_scales, **options, name="w1")
+            w2, w2_scales, of_w2 = weights_for(self._recipe, w2, w2_scales, **options, name="w2")
+            self._check_weights(w1, w1_scales, w2, w2_scales)
         except ShapeMismatch as error:
             if weight_layout.transposed:
                 raise ShapeMismatch(f"{error} (both once they are transposed, as weight_layout says)") from None
