@@ -14,7 +14,7 @@ MUTATIONS = (
       "up.clamp(-activation.limit, activation.limit)", "up.clamp(max=activation.limit)",
       f"{MEGA_TEST}composed[cpu2-clamp]"),
     M("bias-not-in-turns", "the bias of w1 stays gates first, though the rows take turns",
-      "inference.mega_moe:MegaMoE._float32_biases", "interleave_gate_and_up(w1_bias[..., None])[..., 0].contiguous()",
+      "inference.mega_moe:MegaMoE._float32_biases", "interleave_gate_and_up(w1_bias)",
       "w1_bias", f"{MEGA_TEST}composed[cpu2-biases]"),
     M("gemm2-without-bias", "the kernel of w2's bias is taken for the one without",
       "inference.mega_gemms:MegaGemms._choose", "w2_bias is not None", "False",
