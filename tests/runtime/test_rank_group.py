@@ -208,13 +208,13 @@ def test_two_transfers_at_once(ranks: RankGroup) -> None:
 @pytest.mark.slow
 def test_late_second_half(pools: Pools) -> None:
     """The deadline counts from the wait on, not from the start: the experts between the halves may take long. Who is
-    missing in the first of two transfers is named with its step, and the second says that all is over."""
+    missing in the first of two transfers is named with its step, and the second says that all is over. A rank that
+    the machine held up may hear first that another has waited in vain."""
     seen = run(pools, ALL, check_late_second_half, late=[0])
-    assert [peers for peers, _ in seen[1:]] == [(0,)] * (CPU_RANKS - 1)
-    assert {step for _, step in seen[1:]} == {3}
+    assert {each for each in seen[1:] if each is not None} == {((0,), 3)}
 
 
-def check_late_second_half(ranks: RankGroup) -> tuple[tuple[int, ...], int]:
+def check_late_second_half(ranks: RankGroup) -> tuple[tuple[int, ...], int] | None:
     ones = [1] * ranks.num_ranks
 
     def start() -> rank_group.Transfer:
@@ -228,13 +228,13 @@ def check_late_second_half(ranks: RankGroup) -> tuple[tuple[int, ...], int]:
         when_done(ranks, range(1, ranks.num_ranks))
         return (), 0
     first, second = start(), start()
-    with pytest.raises(tl.PeerTimeout) as timeout:
+    with pytest.raises((tl.PeerTimeout, tl.CommunicatorBroken)) as ended:
         first.wait()
     for transfer in (second, first):
         with pytest.raises(tl.CommunicatorBroken):
             transfer.wait()
     done(ranks)
-    return timeout.value.peers, timeout.value.epoch
+    return (ended.value.peers, ended.value.epoch) if isinstance(ended.value, tl.PeerTimeout) else None
 
 
 # -- late ranks -------------------------------------------------------------------------------------------------
