@@ -234,7 +234,10 @@ def check_late_second_half(ranks: RankGroup) -> tuple[tuple[int, ...], int] | No
         with pytest.raises(tl.CommunicatorBroken):
             transfer.wait()
     done(ranks)
-    return (ended.value.peers, ended.value.epoch) if isinstance(ended.value, tl.PeerTimeout) else None
+    if isinstance(ended.value, tl.PeerTimeout):
+        return ended.value.peers, ended.value.epoch
+    assert "has waited in vain in rows" in str(ended.value), "nothing else may end the wait"
+    return None
 
 
 # -- late ranks -------------------------------------------------------------------------------------------------

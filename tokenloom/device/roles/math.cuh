@@ -113,9 +113,9 @@ __device__ __forceinline__ void scale_sums(float (&sums)[kChunks][64], float low
         }
 }
 
-// All blocks of K of a tile whose scales are of rows and channels: products stay in the tensor core's own sums. A stage is free
-// when the products of the next one have begun and its own are done. The last block of K comes behind the gate, so the
-// scales of rows can be read then, while its products are under way.
+// All blocks of K of a tile whose scales are of rows and channels: products stay in the tensor core's own sums. A stage
+// is free when the products of the next one have begun and its own are done. The last block of K comes behind the gate,
+// so the scales of rows can be read then, while its products are under way.
 template <class Epilogue, class Weights, class Ring, class At, int kChunks>
 __device__ __forceinline__ void multiply_row_scaled(Ring& ring, const Weights& weights, const Tile& tile,
                                                     const MathThread& self, const MathPart& part, const At& at,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch, require_type
+from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, require_type
 from tokenloom.ops.quant.fp8 import E4M3_MAX, quantize_fp8, quantize_fp8_blocks
-from tokenloom.ops.quant.scale_dtypes import require_scale_dtype, widen_scales
+from tokenloom.ops.quant.scale_dtypes import require_scales, widen_scales
 from tokenloom.plan import FP8_BLOCK
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -60,10 +60,7 @@ def check_four_bits(name: str, w: torch.Tensor, w_scales: torch.Tensor | None, f
         raise DtypeMismatch(f"{name} is {w.dtype}, expected uint8, int8 or int32, which hold values of four bits")
     if w_scales is None:
         raise ShapeMismatch(f"{name} has values of four bits, expected {name}_scales too")
-    require_type(f"{name}_scales", w_scales, torch.Tensor, "a torch.Tensor")
-    require_scale_dtype(f"{name}_scales", w_scales)
-    if w_scales.device != w.device:
-        raise DeviceMismatch(f"{name}_scales is on {w_scales.device}, expected {w.device}, where {name} is")
+    require_scales(name, w_scales, w)
     held, group = 2 * w.itemsize, four_bits.group  # values in an item, and in a group
     by_group = w.dim() == 4 and w.shape[3] * held == group
     if w.dim() != 3 and not by_group:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenloom.errors import DtypeMismatch, InvalidArgument
+from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, require_type
 from tokenloom.ops.quant.scale_layouts import MANTISSA_BITS
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8)
@@ -12,12 +12,20 @@ SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0f
 E8M0_NAN = 0xFF
 
 
-def require_scale_dtype(name: str, scales: torch.Tensor) -> None:
-    """Raise DtypeMismatch for scales of no dtype that checkpoints have."""
+def require_scales(name: str, scales: torch.Tensor, w: torch.Tensor) -> None:
+    """Raise an error unless the scales are a tensor of a dtype that checkpoints have, on the device of w.
+
+    Args:
+        name: of w; that of the scales has ``_scales`` behind it.
+    """
+    require_type(f"{name}_scales", scales, torch.Tensor, "a torch.Tensor")
     if scales.dtype not in SCALE_DTYPES:
         raise DtypeMismatch(
-            f"{name} is {scales.dtype}, expected float32, bfloat16 or float16, or float8_e8m0fnu or uint8 for E8M0"
+            f"{name}_scales is {scales.dtype}, expected float32, bfloat16 or float16, or float8_e8m0fnu or uint8 for "
+            "E8M0"
         )
+    if scales.device != w.device:
+        raise DeviceMismatch(f"{name}_scales is on {scales.device}, expected {w.device}, where {name} is")
 
 
 def widen_scales(name: str, scales: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch, require_type
+from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, require_type
 from tokenloom.ops.quant.four_bits import FourBits, check_four_bits, encode_as_fp8
 from tokenloom.ops.quant.fp8 import quantize_fp8, quantize_fp8_blocks, require_recipe
-from tokenloom.ops.quant.scale_dtypes import require_scale_dtype, widen_scales
+from tokenloom.ops.quant.scale_dtypes import require_scales, widen_scales
 from tokenloom.plan import FP8_BLOCK
 
 E4M3 = torch.float8_e4m3fn
@@ -153,10 +153,7 @@ def _check(name: str, w: torch.Tensor, w_scales: torch.Tensor | None) -> None:
         return
     if w_scales is None:
         raise ShapeMismatch(f"{name} is float8_e4m3fn, expected {name}_scales too")
-    require_type(f"{name}_scales", w_scales, torch.Tensor, "a torch.Tensor")
-    require_scale_dtype(f"{name}_scales", w_scales)
-    if w_scales.device != w.device:
-        raise DeviceMismatch(f"{name}_scales is on {w_scales.device}, expected {w.device}, where {name} is")
+    require_scales(name, w_scales, w)
 
 
 def _by_unit(name: str, scales: torch.Tensor, w: torch.Tensor) -> tuple[str, torch.Tensor]:
