@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, require_type
-from tokenloom.ops.quant.fp8 import E4M3_MAX, quantize_fp8, quantize_fp8_blocks
+from tokenloom.ops.quant.fp8 import E4M3_MAX, quantize_weights
 from tokenloom.ops.quant.scale_dtypes import require_scales, widen_scales
 from tokenloom.plan import FP8_BLOCK
 
@@ -152,10 +152,9 @@ def _by_powers_of_two(recipe: str, values: torch.Tensor, scales: torch.Tensor, l
 
 def _quantised(recipe: str, values: torch.Tensor, scales: torch.Tensor, _: float) -> Encoded:
     products = (values * scales).flatten(1)
+    codes, of_codes = quantize_weights(recipe, products)
     if recipe == "row":
-        codes, of_codes = quantize_fp8(products, recipe="row")
         spread = of_codes[:, None]
     else:
-        codes, of_codes = quantize_fp8_blocks(products)
         spread = of_codes.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
     return codes, of_codes, codes.float() * spread != products

@@ -81,6 +81,11 @@ def quantize_fp8_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q.flatten(-4, -3).flatten(-2), scale.squeeze(-1).squeeze(-2)
 
 
+def quantize_weights(recipe: str, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise weights [..., N, K] with the scales of a recipe: of 128 x 128 values, or of output channels."""
+    return quantize_fp8(w, recipe="row") if recipe == "row" else quantize_fp8_blocks(w)
+
+
 def share_row_scales(q: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Give each row one scale, the largest of those that its blocks have, which are powers of two.
 

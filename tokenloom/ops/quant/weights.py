@@ -8,7 +8,7 @@ import torch
 
 from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, require_type
 from tokenloom.ops.quant.four_bits import FourBits, check_four_bits, encode_as_fp8
-from tokenloom.ops.quant.fp8 import quantize_fp8, quantize_fp8_blocks, require_recipe
+from tokenloom.ops.quant.fp8 import quantize_weights, require_recipe
 from tokenloom.ops.quant.scale_dtypes import require_scales, widen_scales
 from tokenloom.plan import FP8_BLOCK
 
@@ -189,16 +189,12 @@ def _flatten(recipe: str, scales: torch.Tensor) -> torch.Tensor:
     return scales.flatten(1) if recipe == "row" else scales.squeeze(2)
 
 
-def _quantize(recipe: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return quantize_fp8(values, recipe="row") if recipe == "row" else quantize_fp8_blocks(values)
-
-
 def _quantize_experts(recipe: str, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise expert by expert: a float32 copy of all would take four times the memory of the result."""
     codes = torch.empty(w.shape, dtype=E4M3, device=w.device)
     scales = []
     for expert, values in enumerate(w):
-        codes[expert], found = _quantize(recipe, values)
+        codes[expert], found = quantize_weights(recipe, values)
         scales.append(found)
     return codes, torch.stack(scales)
 
@@ -248,5 +244,5 @@ def _multiply(codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 def _quantize_beside_nan(recipe: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise, and keep a NaN from the values that share its scale."""
     missing = values.isnan()
-    codes, scales = _quantize(recipe, values.masked_fill(missing, 0))
+    codes, scales = quantize_weights(recipe, values.masked_fill(missing, 0))
     return codes.view(torch.uint8).masked_fill_(missing, E4M3_NAN).view(E4M3), scales
