@@ -44,9 +44,13 @@ def operands(
     return tuple(tensor.to(device) for tensor in tensors)  # type: ignore[return-value]
 
 
-OFF = {"block": 1e-3, "row": 4e-3}
-"""By recipe, ``share`` of :func:`assert_close`. Tensor cores that add up all of K cut terms 13 bits below the largest:
-for random rows of 7,168 values, that is off by 1.9e-3 of a value's standard deviation."""
+def share_off(recipe: str, k: int) -> float:
+    """How far a sum of ``k`` products may be off, as a share of its row's largest.
+
+    Tensor cores that add up all of K cut each term 13 bits below the largest. For random rows that is off by 2e-5 of a
+    sum's standard deviation for each root of K, and by twelve times that at most (microbench/fp8_sums.py).
+    """
+    return 1.2e-4 * k**0.5 if recipe == "row" and k > 128 else 1e-3
 
 
 def in_slots(rows: torch.Tensor, counts: list[int], capacity: int) -> torch.Tensor:
