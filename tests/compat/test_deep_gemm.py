@@ -51,6 +51,66 @@ def test_weights_of_other_shapes() -> None:
         deep_gemm.transform_weights_for_mega_moe_sm90(l1, (l2[0][0], l2[1]))
 
 
+def four_bit_weights(local: int, hidden: int, width: int, seed: int = 0) -> list[deep_gemm.mega.Weights]:
+    """w1 and w2 with all codes of E2M1, packed, and float32 scales of 32 values, as SGLang passes them."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = []
+    for rows, depth in ((2 * width, hidden), (hidden, width)):
+        packed = torch.randint(0, 256, (local, rows, depth // 2), generator=generator, dtype=torch.uint8)
+        octaves = torch.randint(0, 3, (local, rows, depth // 32), generator=generator)
+        pairs.append((packed, 2.0 ** (octaves - 8)))
+    return pairs
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def values_of(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Look up [E, N, K]: a byte's low half comes first, and its upper bit is the sign."""
+    codes = torch.empty(*packed.shape[:-1], 2 * packed.shape[-1], dtype=torch.int64)
+    codes[..., 0::2], codes[..., 1::2] = packed.long() % 16, packed.long() // 16
+    return E2M1[codes % 8] * (1 - 2 * (codes // 8)) * scales.float().repeat_interleave(32, -1)
+
+
+@pytest.mark.parametrize("packed_dtype", [torch.uint8, torch.int8])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float8_e8m0fnu, torch.uint8])
+def test_four_bit_weights_become_fp8(packed_dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    """Exactly, and with gates and ups of w1 in turn, as those that came as FP8."""
+    given = four_bit_weights(2, 256, 128)
+    as_asked = {
+        torch.float32: lambda scales: scales,
+        torch.float8_e8m0fnu: lambda scales: scales.to(torch.float8_e8m0fnu),
+        torch.uint8: lambda scales: scales.to(torch.float8_e8m0fnu).view(torch.uint8),
+    }[scale_dtype]
+    l1, l2 = ((packed.view(packed_dtype), as_asked(scales)) for packed, scales in given)
+    found = deep_gemm.transform_weights_for_mega_moe_sm90_fp4(l1, l2)
+    for name, (w, scales), (packed, of_groups) in zip(("w1", "w2"), found, given, strict=True):
+        assert (w.dtype, scales.dtype) == (FP8, torch.float32)
+        values = values_of(packed, of_groups)
+        spread = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        if name == "w1":
+            values, spread = tl.interleave_gate_and_up(values), tl.interleave_gate_and_up(spread)
+        assert torch.equal(w.float() * spread, values)
+
+
+def test_four_bit_weights_out_of_reach() -> None:
+    l1, l2 = four_bit_weights(1, 128, 128)
+    far = l1[1].clone()
+    far[0, 5, 1] *= 2.0**-20
+    with pytest.raises(InvalidArgument, match=r"w1 has values of four bits.*1 of 256 channels.*pass round_again=True"):
+        deep_gemm.transform_weights_for_mega_moe_sm90_fp4((l1[0], far), l2)
+    (w1, _), _ = deep_gemm.transform_weights_for_mega_moe_sm90_fp4((l1[0], far), l2, round_again=True)
+    assert w1.dtype == FP8
+    bad: list[tuple[type[Exception], str, Any, Any]] = [
+        (DtypeMismatch, "w2 is torch.float32, expected uint8", l1, (l2[1], l2[1])),
+        (ShapeMismatch, r"w1_scales is \[1, 256, 2\], expected \[1, 256, 4\]", (l1[0], l1[1][..., :2]), l2),
+        (ShapeMismatch, r"w1 is \[1, 128, 128\], expected \[1, 256, 128\]", (l1[0][:, :128], l1[1][:, :128]), l2),
+    ]
+    for kind, text, first, second in bad:
+        with pytest.raises(kind, match=text):
+            deep_gemm.transform_weights_for_mega_moe_sm90_fp4(first, second)
+
+
 def test_scales_of_weights_stay() -> None:
     scales = torch.rand(3, 2, 4)
     same = deep_gemm.transform_sf_into_required_layout(scales, 256, 512, (128, 128), 3, disable_ue8m0_cast=True)
@@ -251,8 +311,43 @@ def check_server(context: RankContext) -> None:
     buffer.destroy()
 
 
+def check_four_bits(context: RankContext) -> None:
+    """As SGLang calls it with MXFP4 experts: the bits of a MegaMoE that took the packed weights itself."""
+    hidden, width, local, rows, clamp = 256, 128, 2, 6, 10.0
+    sizes = (context.num_ranks * local, 16, 2, hidden, width)
+    buffer = deep_gemm.get_symm_buffer_for_mega_moe(context.group, *sizes)
+    generator = torch.Generator().manual_seed(context.rank)
+    x = torch.randn(rows, hidden, generator=generator).to(context.device, BF16)
+    weights, ids = torch.rand(rows, sizes[0], generator=generator).to(context.device).topk(2)
+    places = (buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights)
+    deep_gemm.mega_moe_pre_dispatch_sm90(x, ids.int(), weights, *places, num_tokens=rows)
+    l1, l2 = (
+        (packed.to(context.device), scales.to(context.device))
+        for packed, scales in four_bit_weights(local, hidden, width, context.rank)
+    )
+    encoded = deep_gemm.transform_weights_for_mega_moe_sm90_fp4(l1, l2)
+    options: dict[str, Any] = {"recipe": (1, 1, 32), "activation": "swiglu", "activation_clamp": clamp}
+    y = torch.full((rows, hidden), torch.nan, dtype=BF16, device=context.device)
+    stats = torch.zeros(local, dtype=torch.int32, device=context.device)
+    deep_gemm.fp8_fp4_mega_moe(y, *encoded, buffer, stats, **options, fast_math=True)
+    names = ("num_experts", "max_tokens_per_rank", "top_k", "hidden", "intermediate")
+    with tl.MegaMoE(
+        context.group,
+        **dict(zip(names, sizes, strict=True)),  # type: ignore[arg-type]
+        activation_clamp=clamp,
+        backend="nvlink" if context.device.type == "cuda" else "composed",
+        device=context.device,
+    ) as ours:
+        ours.load_weights(l1[0], l2[0], l1[1], l2[1], four_bits=tl.MXFP4)
+        assert y.equal(ours(x, ids, weights))
+        assert "scales of w1 encoded exactly" in ours.describe()
+    assert y.any()
+    assert stats.sum() > 0 or context.num_ranks > 2
+    buffer.destroy()
+
+
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("check", [check_program, check_server])
+@pytest.mark.parametrize("check", [check_program, check_server, check_four_bits])
 def test_a_program_for_deep_gemm(ranks: Ranks, check: Any) -> None:
     if ranks.device == "cuda" and not HOPPER:
         pytest.skip("its kernels need Hopper GPUs")

@@ -107,6 +107,47 @@ def check_wrong_results(context: RankContext) -> None:
         assert torch.equal(result(buffer, local), wanted)
 
 
+def four_bit_weights(local: int) -> tuple[deep_gemm.mega.Weights, deep_gemm.mega.Weights]:
+    """Packed, w1 then w2: all values are 1."""
+    rows, depths = (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
+    l1, l2 = (
+        (torch.full((local, n, k // 2), 0x22, dtype=torch.uint8), torch.ones(local, n, k // 32))
+        for n, k in zip(rows, depths, strict=True)
+    )
+    return l1, l2
+
+
+def check_wrong_four_bits(context: RankContext) -> None:
+    """What is told of the call with weights that were four-bit, beside what the one with FP8 tells."""
+    local = EXPERTS // context.num_ranks
+    buffer = make_buffer(context.group)
+    fill(buffer)
+    packed = four_bit_weights(local)
+    encoded = deep_gemm.transform_weights_for_mega_moe_sm90_fp4(*packed)
+    y = torch.zeros(ROWS, HIDDEN, dtype=BF16)
+    deep_gemm.fp8_fp4_mega_moe(y, *encoded, buffer)
+    wanted = y.clone()
+    assert wanted.any()
+    bad: dict[str, tuple[Any, dict[str, Any]]] = {
+        r"recipe is \(128, 128, 128\), activation is 'swiglu'; there are \(1, 1, 32\) and": (
+            encoded,
+            {"recipe": (128, 128, 128)},
+        ),
+        r"recipe is \(1, 1, 32\), activation is 'situ'": (encoded, {"activation": "situ"}),
+        "w1 is torch.uint8, which is packed; take weights from transform_weights": (packed, {}),
+        "activation_clamp is -1": (encoded, {"activation_clamp": -1.0}),
+    }
+    for said, (given, options) in bad.items():
+        if context.rank == 0:
+            with pytest.raises((tl.InvalidArgument, tl.DtypeMismatch), match=said):
+                deep_gemm.fp8_fp4_mega_moe(y, *given, buffer, **options)
+        else:
+            with pytest.raises(tl.PeerError, match=f"rank 0 failed.*{said}"):
+                deep_gemm.fp8_fp4_mega_moe(y, *encoded, buffer)
+        deep_gemm.fp8_fp4_mega_moe(y.zero_(), *encoded, buffer)
+        assert torch.equal(y, wanted)
+
+
 def check_wrong_sizes(context: RankContext) -> None:
     for wrong in (None, "16", 16.0, 0, -1):
         error = tl.InvalidArgument if context.rank == 0 else tl.PeerError
@@ -115,7 +156,7 @@ def check_wrong_sizes(context: RankContext) -> None:
     make_buffer(context.group).destroy()
 
 
-@pytest.mark.parametrize("check", [check_wrong_results, check_wrong_sizes])
+@pytest.mark.parametrize("check", [check_wrong_results, check_wrong_four_bits, check_wrong_sizes])
 def test_a_fault_of_one_rank(ranks: Ranks, check: Any) -> None:
     """The others hear of it at once, and the next call is all ranks' again."""
     if ranks.device != "cpu":

@@ -41,6 +41,22 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "fast_math": True,
         "num_tokens_bound": None,
     },
+    "transform_weights_for_mega_moe_sm90_fp4": {
+        "l1_weights": REQUIRED,
+        "l2_weights": REQUIRED,
+        "round_again": False,  # ours alone, by keyword
+    },
+    "fp8_fp4_mega_moe": {
+        "y": REQUIRED,
+        "l1_weights": REQUIRED,
+        "l2_weights": REQUIRED,
+        "sym_buffer": REQUIRED,
+        "cumulative_local_expert_recv_stats": None,
+        "recipe": (1, 1, 32),
+        "activation": "swiglu",
+        "activation_clamp": None,
+        "fast_math": True,
+    },
     "mega_moe_pre_dispatch_sm90": {
         "x": REQUIRED,
         "topk_idx": REQUIRED,
@@ -87,8 +103,9 @@ def test_what_tests_import(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("fp8_fp4_mega_moe", "no 4-bit weights"),
-        ("transform_weights_for_mega_moe_sm90_fp4", "no 4-bit weights"),
+        ("fp4_fp4_mega_moe", "tokens are FP8 on Hopper, and four-bit weights are MXFP4; take fp8_fp4_mega_moe"),
+        ("nvfp4_mega_moe", "four-bit weights are MXFP4"),
+        ("fp8_fp4_gemm_nt", "import deep_gemm for the rest"),
         ("mega_moe_pre_dispatch", "for SM100"),
         ("fp8_gemm_nt", "import deep_gemm for the rest"),
     ],

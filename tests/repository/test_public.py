@@ -80,10 +80,11 @@ PUBLIC = {
         "get_physical_domain_size",
         "topk_idx_t",
     ],
-    "tokenloom.integrations.transformers": ["describe", "register"],
+    "tokenloom.integrations.transformers": ["describe", "keep_four_bits", "register"],
     "tokenloom.compat.deep_gemm": [
         "SM90SymmBuffer",
         "SymmBuffer",
+        "fp8_fp4_mega_moe",
         "fp8_mega_moe",
         "get_num_sms",
         "get_symm_buffer_for_mega_moe",
@@ -96,6 +97,7 @@ PUBLIC = {
         "testing",
         "transform_sf_into_required_layout",
         "transform_weights_for_mega_moe_sm90",
+        "transform_weights_for_mega_moe_sm90_fp4",
         "utils",
     ],
 }

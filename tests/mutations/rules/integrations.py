@@ -8,6 +8,7 @@ from tests.mutations.mutation import M
 TESTS = "tests/integrations/transformers/"
 PACKAGE = "integrations.transformers"
 FORMS = (f"{TESTS}test_forms.py",)
+FOUR_BITS = f"{TESTS}test_four_bits.py::test_"
 
 MUTATIONS = (
     M("no-row-for-empty-experts", "a rank that receives no rows leaves its experts out of the graph",
@@ -40,7 +41,20 @@ MUTATIONS = (
       f"{PACKAGE}.forms:_activation_of", "type(experts)._apply_gate.__module__ != DEFAULT_GATE", "False", *FORMS,
       needs="transformers"),
     M("weights-with-scales", "parameters beside weights and biases are overlooked", f"{PACKAGE}.forms:form_of",
-      "found != {name for name in form_names if name is not None}", "False", *FORMS, needs="transformers"),
+      "parameters.keys() != {name for name in (*form_names, *(scale_names or ())) if name is not None}", "False",
+      *FORMS, needs="transformers"),
+    M("nibbles-of-checkpoints", "the high half of a byte comes first in experts that stay packed",
+      f"{PACKAGE}.forms:form_of", "MXFP4 if packed else None", "type(MXFP4)(nibbles='high_first') if packed else None",
+      f"{FOUR_BITS}packed_experts", f"{FOUR_BITS}stored_experts", needs="transformers"),
+    M("gates-with-a-softcap", "gates of experts in FP8 lose their softcap", f"{PACKAGE}.forms:_activation_of",
+      "experts.gate_softcap is not None", "False", f"{FOUR_BITS}gates_of_stored_experts", needs="transformers"),
+    M("packed-experts-anywhere", "packed experts are loaded for implementations that need wide ones",
+      f"{PACKAGE}.four_bits:PackedExperts._process_model_before_weight_loading", "not ours", "False",
+      f"{FOUR_BITS}experts_that_need_wide_weights", needs="transformers"),
+    M("any-checkpoint-stays-packed", "the experts of any checkpoint are said to stay packed",
+      f"{PACKAGE}.four_bits:keep_four_bits",
+      "getattr(config, 'model_type', None) != 'gpt_oss' or method != 'mxfp4'", "False",
+      f"{FOUR_BITS}other_checkpoints", needs="transformers"),
     M("layers-keep-the-last-weights", "layers that share a fused one do not give it their own weights",
       f"{PACKAGE}.fused:FusedExperts._prepare", "layer.use_weights(*self._weights, w1_bias=w1_bias, w2_bias=w2_bias)",
       "pass", f"{TESTS}test_fp8.py::test_layers_of_a_model", needs="transformers"),

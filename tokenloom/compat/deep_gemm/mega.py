@@ -7,16 +7,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tokenloom.errors import InvalidArgument, ShapeMismatch, a_type
+from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, a_type
 from tokenloom.inference.mega_moe import MegaMoE
 from tokenloom.ops.gemm import check_tensor, check_weights, interleave_gate_and_up
+from tokenloom.ops.quant import MXFP4, weights_for
 from tokenloom.plan import FP8_BLOCK, align_up
 from tokenloom.runtime.devices import pick_device
 from tokenloom.runtime.rank_group import MAKING, RankGroup
 from tokenloom.runtime.rendezvous import agreeing
 
-RECIPE = (128, 128, 128)
-"""Recipe of DeepGEMM that this layer has, and the only one."""
+Recipe = tuple[int, int, int]
+RECIPE: Recipe = (128, 128, 128)
+"""Recipe of DeepGEMM that calls with FP8 weights have, and the only one."""
+FP4_RECIPE: Recipe = (1, 1, 32)
+"""Recipe of DeepGEMM that calls with FP4 weights have: values that share a scale."""
 TOKEN_ALIGNMENT = 128
 """Mmax is rounded up to a multiple of it, as DeepGEMM does."""
 SERVED: dict[str, tuple[Any, ...]] = {
@@ -170,8 +174,8 @@ def get_symm_buffer_for_mega_moe(
         intermediate_hidden: as in :class:`SM90SymmBuffer`.
         num_shared_experts: always 0; ``tokenloom.MegaMoE`` has shared experts.
         use_fp8_dispatch: True or None.
-        mma_type: "fp8xfp8", or "fp8xfp4", which programs leave as it is. Tokens are the same for both; the call takes
-            FP8 weights.
+        mma_type: "fp8xfp8", or "fp8xfp4", which programs leave as it is. Tokens are the same for both, and so is the
+            layer.
         activation: as in :class:`SM90SymmBuffer`.
 
     Raises:
@@ -235,13 +239,39 @@ def transform_weights_for_mega_moe_sm90(l1_weights: Weights, l2_weights: Weights
     return (interleave_gate_and_up(w1), w1_scales), (w2, w2_scales)
 
 
+def transform_weights_for_mega_moe_sm90_fp4(
+    l1_weights: Weights, l2_weights: Weights, *, round_again: bool = False
+) -> tuple[Weights, Weights]:
+    """Encode four-bit weights as FP8, in the order that ``fp8_fp4_mega_moe`` takes. DeepGEMM keeps them packed.
+
+    Values stay as they are where the scales of a block of 128 x 128 lie within 14 octaves. They take a byte each.
+
+    Args:
+        l1_weights: w1, int8 or uint8 [E / R, 2I, H / 2], gates first, and scales [E / R, 2I, H / 32]. A byte holds two
+            codes of E2M1, the first in its low half. Scales are float32, float8_e8m0fnu, or uint8 with its bytes.
+        l2_weights: w2, likewise [E / R, H, I / 2], and scales [E / R, H, I / 32].
+        round_again: round values that are out of reach, instead of raising InvalidArgument. DeepGEMM has no such
+            argument.
+
+    Returns:
+        ((w1, its scales), (w2, its scales)), copies, as ``transform_weights_for_mega_moe_sm90`` returns them.
+
+    Raises:
+        InvalidArgument: values would be rounded, or a scale is negative or not finite.
+        ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
+    """
+    w2, w2_scales, _ = weights_for("block", *l2_weights, four_bits=MXFP4, round_again=round_again, name="w2")
+    w1, w1_scales, _ = weights_for("block", *l1_weights, four_bits=MXFP4, round_again=round_again, name="w1")
+    return transform_weights_for_mega_moe_sm90((w1, w1_scales), (w2, w2_scales))
+
+
 def fp8_mega_moe(
     y: torch.Tensor,
     l1_weights: Weights,
     l2_weights: Weights,
     sym_buffer: SM90SymmBuffer,
     cumulative_local_expert_recv_stats: torch.Tensor | None = None,
-    recipe: tuple[int, int, int] = RECIPE,
+    recipe: Recipe = RECIPE,
     activation: str = "swiglu",
     activation_clamp: float | None = None,
     fast_math: bool = True,
@@ -283,13 +313,56 @@ def fp8_mega_moe(
     mega(*inputs, expert_stats=cumulative_local_expert_recv_stats, out=y)
 
 
+def fp8_fp4_mega_moe(
+    y: torch.Tensor,
+    l1_weights: Weights,
+    l2_weights: Weights,
+    sym_buffer: SM90SymmBuffer,
+    cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+    recipe: Recipe = FP4_RECIPE,
+    activation: str = "swiglu",
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+) -> None:
+    """Do what ``fp8_mega_moe`` does, with weights that were four-bit.
+
+    Args:
+        y: as in ``fp8_mega_moe``.
+        l1_weights: w1 and its scales, from ``transform_weights_for_mega_moe_sm90_fp4`` of this module.
+        l2_weights: w2 and its scales, from the same function.
+        sym_buffer: as in ``fp8_mega_moe``.
+        cumulative_local_expert_recv_stats: as in ``fp8_mega_moe``.
+        recipe: (1, 1, 32).
+        activation: "swiglu".
+        activation_clamp: as in ``MegaMoE``.
+        fast_math: as in ``MegaMoE``.
+
+    Raises:
+        DtypeMismatch: weights are packed, as DeepGEMM's own transform leaves them.
+        TokenloomError: as in ``fp8_mega_moe``.
+    """
+    try:
+        if tuple(recipe) != FP4_RECIPE or activation != "swiglu":
+            raise InvalidArgument(
+                f"recipe is {recipe}, activation is {activation!r}; there are {FP4_RECIPE} and 'swiglu'"
+            )
+        for name, (weights, _) in (("w1", l1_weights), ("w2", l2_weights)):
+            if weights.dtype in (torch.int8, torch.uint8):
+                raise DtypeMismatch(
+                    f"{name} is {weights.dtype}, which is packed; take weights from "
+                    "transform_weights_for_mega_moe_sm90_fp4 of tokenloom.compat.deep_gemm, which encodes them as FP8"
+                )
+    except Exception as fault:
+        sym_buffer.mega.refuse(fault)
+    stats = cumulative_local_expert_recv_stats
+    fp8_mega_moe(y, l1_weights, l2_weights, sym_buffer, stats, RECIPE, activation, activation_clamp, fast_math)
+
+
 def _addresses(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
     return tuple(each.data_ptr() for each in tensors)
 
 
-def _rows_of_call(
-    y: torch.Tensor, room: int, recipe: tuple[int, int, int], activation: str, num_tokens_bound: int | None
-) -> int:
+def _rows_of_call(y: torch.Tensor, room: int, recipe: Recipe, activation: str, num_tokens_bound: int | None) -> int:
     """Check the options of a call, and return M."""
     if not isinstance(y, torch.Tensor) or y.dim() != 2:
         given = list(y.shape) if isinstance(y, torch.Tensor) else a_type(y)

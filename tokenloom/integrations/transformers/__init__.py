@@ -10,8 +10,9 @@ from tokenloom.integrations.transformers.requirements import require_transformer
 require_transformers()  # the modules below import names of it
 
 from tokenloom.integrations.transformers.description import describe  # noqa: E402
+from tokenloom.integrations.transformers.four_bits import keep_four_bits  # noqa: E402
 from tokenloom.integrations.transformers.registration import register  # noqa: E402
 
-__all__ = ["describe", "register"]
+__all__ = ["describe", "keep_four_bits", "register"]
 
 register()

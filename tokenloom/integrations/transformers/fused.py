@@ -36,7 +36,10 @@ def require_fused(form: Form | str, experts: torch.nn.Module, family: str) -> Fo
 
 def widths_of(form: Form, experts: torch.nn.Module) -> tuple[int, int]:
     """Return H and I."""
-    _, first, second = form.tensors(experts)[1].shape
+    w2, w2_scales = form.tensors(experts)[1], form.scales(experts)[1]
+    if form.four_bits is not None and w2_scales is not None:  # how the values are packed does not matter here
+        return w2_scales.shape[1], w2_scales.shape[2] * form.four_bits.group
+    _, first, second = w2.shape
     return (second, first) if form.layout.transposed else (first, second)
 
 
@@ -78,7 +81,7 @@ class FusedLayers:
 
 
 class FusedExperts:
-    """One layer's experts in FP8, quantised at the first call.
+    """One layer's experts in FP8: quantised, or encoded from what a checkpoint has, at the first call.
 
     Args:
         layers: what it shares with others.
@@ -110,8 +113,17 @@ class FusedExperts:
         if torch.is_grad_enabled() and any(each.requires_grad for each in (*given, *experts.parameters())):
             raise NotDifferentiable("experts in FP8 have no gradients; call the model under torch.no_grad()")
         if not self._weights:
-            w1, w2, w1_bias, w2_bias = self._form.tensors(experts)
-            layer.load_weights(w1, w2, w1_bias=w1_bias, w2_bias=w2_bias, weight_layout=self._form.layout)
+            form = self._form
+            w1, w2, w1_bias, w2_bias = form.tensors(experts)
+            layer.load_weights(
+                w1,
+                w2,
+                *form.scales(experts),
+                w1_bias=w1_bias,
+                w2_bias=w2_bias,
+                weight_layout=form.layout,
+                four_bits=form.four_bits,
+            )
             self._weights, self._biases = layer.weights, layer.biases
         w1_bias, w2_bias = self._biases  # used in place, so that the layer does not load other weights over them
         layer.use_weights(*self._weights, w1_bias=w1_bias, w2_bias=w2_bias)

@@ -182,7 +182,7 @@ class TokenloomExperts(EPImplementation):
         if self.options.experts == "model":
             return "as registered"
         try:
-            return form_of(self.experts, self.family)
+            return form_of(self.experts, self.family, with_scales=self.options.experts == "fp8")
         except NotOurs as why:
             return str(why)
 
