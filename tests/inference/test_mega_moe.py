@@ -12,6 +12,7 @@ import tokenloom as tl
 from tests.conftest import HOPPER, Ranks
 from tests.support.mega_cases import (
     CASES,
+    PADDED_CASES,
     ROW_CASES,
     Case,
     Layer,
@@ -89,6 +90,7 @@ COMPOSED = (
     "clamped geglu_tanh",
     "gated relu2",
     *(name for name in ROW_CASES if name not in ("by row, many tokens", "by row, as real models")),
+    *PADDED_CASES,
 )
 
 
