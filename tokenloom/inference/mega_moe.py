@@ -41,7 +41,7 @@ from tokenloom.runtime.torch_modes import settled
 MOST_TERMS = 32
 """Most results that are added up for one token."""
 WIDTH_UNIT = 16
-"""Widths are multiples of it: rows of FP8 then are whole pieces of 16 bytes, as everything that reads them has them."""
+"""Widths are multiples of it: rows of FP8 are then whole pieces of 16 bytes, which is what copies move."""
 EXPERTS: dict[str, type[NvlinkExperts] | type[ComposedExperts]] = {
     "nvlink": NvlinkExperts,
     "composed": ComposedExperts,
@@ -147,7 +147,8 @@ class MegaMoE:
         def prepare() -> tuple[dict[str, Any], None]:
             if implementation is None:
                 raise InvalidArgument(f"backend is {backend!r}, expected one of {', '.join(EXPERTS)}")
-            for name, width in (("hidden", hidden), ("intermediate", intermediate)):
+            widths = {"hidden": hidden, "intermediate": intermediate}  # which ranks may all pad to the same
+            for name, width in widths.items():
                 if not _is_width(width):
                     raise InvalidArgument(f"{name} is {width!r}, expected a multiple of {WIDTH_UNIT}")
             shared = num_shared_experts
@@ -164,8 +165,7 @@ class MegaMoE:
             self._experts.set_activation(form, fast_math)
             return {
                 "backend": backend,
-                "hidden": hidden,  # ranks may differ in it, and not in that of the communicator
-                "intermediate": intermediate,
+                **widths,
                 "num_shared_experts": shared,
                 "activation": form,
                 "recipe": recipe,
@@ -343,8 +343,8 @@ class MegaMoE:
         Args:
             w1: float8_e4m3fn [L, 2I, H], the experts of ``load_weights``, with gates and ups in turn as
                 ``interleave_gate_and_up`` puts them.
-            w1_scales: float32 [L, 2I / 128, H / 128], gates, then ups, not interleaved; I / 128 and H / 128 are rounded
-                up. Recipe "row": [L, 2I], in the order of w1's rows (``interleave_gate_and_up(w1_scales)``).
+            w1_scales: float32 [L, 2I / 128, H / 128], rounded up as in ``load_weights``, gates, then ups, not
+                interleaved. Recipe "row": [L, 2I], in the order of w1's rows (``interleave_gate_and_up(w1_scales)``).
             w2: float8_e4m3fn [L, H, I].
             w2_scales: float32 [L, H / 128, I / 128]. Recipe "row": [L, H].
             w1_bias: float32 [L, 2I], in the order of w1's rows likewise, or None.
@@ -396,8 +396,8 @@ class MegaMoE:
 
         Args:
             x: bfloat16, float16 or float32 [T, H], which dispatch quantises, or (float8_e4m3fn [T, H], float32
-                [T, H / 128], rounded up, with recipe "row" [T]). T may differ per rank and may be 0, but all ranks pass
-                the same of both.
+                [T, H / 128], rounded up; with recipe "row" [T]). T may differ per rank and may be 0, but all ranks
+                pass the same of both.
             topk_ids: int32 or int64 [T, K]; -1 is an unused place.
             topk_weights: float32 [T, K].
             expert_stats: int32 [E / W], to which each local expert's number of routes is added, or None.
@@ -500,7 +500,7 @@ class MegaMoE:
         return x, topk_ids, topk_weights
 
     def _padded_tokens(self, x: Any) -> Any:
-        """Check the width of x, alone or before its scales, and put zeros behind each row. The rest is checked later."""
+        """Check the width of x, alone or before its scales, and put zeros behind each row. More is checked later."""
         if isinstance(x, (tuple, list)):
             return (self._padded_tokens(x[0]), *x[1:]) if x else x
         x = settled(x)

@@ -212,7 +212,7 @@ def _by_unit(name: str, scales: torch.Tensor, w: torch.Tensor, parts: int) -> tu
     A unit is 128 channels, which share blocks. The last three sizes are 1 where a scale is of all. Channels that pad w
     have scales of 0, which never are the largest of a unit.
     """
-    experts, channels, depth = w.shape
+    experts, channels, _ = w.shape
     units, blocks = (size // FP8_BLOCK for size in _padded_shape(w.shape, parts)[1:])
     shape = list(scales.shape)
     if shape == [experts, units, blocks]:
