@@ -26,8 +26,8 @@ SLOW = ("plain", "fp8", "repeats", "top8", "masked", "gpt_oss", "biases", "two s
 BY_ROW = ("by row", "by row, fp8", "by row, wide", "by row, odd widths", "by row, many tokens", "by row, shared")
 FAST_BY_ROW = "by row, one block"
 PADDED = ("padded, two blocks", "padded, fp8", "padded gpt_oss", "padded gpt_oss, by row")
-FULL = ("plain", "fp8", "masked", "biases", "repeats")
-"""Others have their sizes, FP8 as they are sent, -1, biases and several routes to a rank."""
+FULL = ("plain", "fp8", "masked", "biases", "repeats", "padded, two blocks", "padded, fp8")
+"""Others have their sizes, FP8 as they are sent, -1, biases, several routes to a rank, and padding."""
 FEWER = {"two shared experts": (30, 11), "by row, many tokens": (150, 20)}
 """Tokens of the ranks where those of the case take long. Most experts still have two tiles, which is over 128 rows."""
 

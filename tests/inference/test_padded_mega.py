@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import tokenloom as tl
 from tests.support.on_ranks import on_ranks
@@ -321,6 +322,14 @@ def test_wrong_tokens_are_named(name: str) -> None:
             with pytest.raises((tl.ShapeMismatch, tl.DtypeMismatch), match=r"^out is "):
                 mega(*inputs(), out=wide)
         assert mega(*inputs()).equal(want)
+
+
+def test_tangents_are_refused() -> None:
+    x, *routes = inputs()
+    with make_mega() as mega, forward_ad.dual_level():
+        mega.load_weights(**weights())
+        with pytest.raises(tl.NotDifferentiable, match="x has a tangent"):
+            mega(forward_ad.make_dual(x, torch.ones_like(x)), *routes)
 
 
 @on_ranks("several_ranks")

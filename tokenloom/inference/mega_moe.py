@@ -36,7 +36,7 @@ from tokenloom.ops.quant.four_bits import check_four_bits
 from tokenloom.ops.quant.weights import padded_weights_for
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout, align_up
 from tokenloom.runtime.rendezvous import agree
-from tokenloom.runtime.torch_modes import settled
+from tokenloom.runtime.torch_modes import require_no_tangent, settled
 
 MOST_TERMS = 32
 """Most results that are added up for one token."""
@@ -87,8 +87,9 @@ class MegaMoE:
         ranks_per_node: as in ``Communicator``; "nvlink" runs on one node.
 
     Attributes:
-        comm: communicator that dispatches the tokens. Its ``hidden`` is H of the kernels, a multiple of 128.
-        hidden: H. intermediate: I.
+        comm: communicator that dispatches the tokens, with the ``hidden`` that kernels have.
+        hidden: H, as it was given.
+        intermediate: I, likewise.
         weights: w1 with gates and ups in turn, its scales, w2, its scales, of the widths that kernels have. Empty
             before ``load_weights``.
         biases: that of w1, with gates and ups in turn, and that of w2, float32, or None for each, likewise.
@@ -337,7 +338,7 @@ class MegaMoE:
     ) -> None:
         """Use this rank's experts as they are, without a copy, from the next call or capture on.
 
-        Where H or I is no multiple of 128, the layer uses padded copies of them: those values, later changes do not
+        Where H or I is no multiple of 128, the layer makes padded copies, and later changes of what was given do not
         count. Tensors that are padded already, as ``weights`` and ``biases`` have them, are not copied.
 
         Args:
@@ -505,6 +506,7 @@ class MegaMoE:
             return (self._padded_tokens(x[0]), *x[1:]) if x else x
         x = settled(x)
         checks.require_tensor("x", x)
+        require_no_tangent(x=x)  # padding would lose it
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise ShapeMismatch(
                 f"x is {list(x.shape)}, the layer was made for [tokens, {self.hidden}]; pass hidden= to MegaMoE"
@@ -520,7 +522,7 @@ class MegaMoE:
         return line_about(self.comm, "MegaMoE", **widths, backend=self._backend)
 
     def describe(self) -> str:
-        """Say what the layer runs on and how much memory its buffers take. The first call makes them."""
+        """Say what the layer runs on, what is padded, and how much memory buffers take. The first call makes them."""
         scales = {"block": "per 128 values", "row": "per row, those of activations powers of two"}[self._recipe]
         lines = [self.comm.describe(), self._experts.describe(), f"recipe {self._recipe}: FP8 scales {scales}"]
         if self._shapes != self._padded_shapes:

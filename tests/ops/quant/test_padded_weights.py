@@ -33,7 +33,7 @@ def scales_of(kind: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     shapes = {"blocks": (EXPERTS, 4, 2), "channels": (EXPERTS, 2 * HALF), "experts": (EXPERTS,)}
     exponents = torch.randint(-9, -6, shapes[kind.removeprefix("uneven ")], generator=generator)
-    return 2.0**exponents * (0.7 + torch.rand(exponents.shape) if "uneven" in kind else 1)
+    return 2.0**exponents * (0.7 + torch.rand(exponents.shape, generator=generator) if "uneven" in kind else 1)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
