@@ -31,7 +31,7 @@ from tests.support.cases import (
 from tests.support.defaults import caller_default
 from tokenloom import reference
 from tokenloom.errors import CapacityOverflow
-from tokenloom.plan import Activation, Plan, WeightLayout
+from tokenloom.plan import RECIPES, Activation, Plan, WeightLayout
 
 
 @pytest.mark.parametrize("default", ["meta", FP64], ids=str)
@@ -484,3 +484,43 @@ def test_fused_layer_by_hand(power_of_two_scales: bool, first: int, quantised: b
     want[0, 5], want[0, 6] = first + 2 * 52 + 4 * 104, 10 * 0.75 + 10 * 0.5 + 10
     want[1, 5], want[1, 6] = 4 * 5, 10  # of the shared expert alone, whose largest activation this is
     assert torch.equal(got, want.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_narrow_fused_layer_is_a_wide_one_with_zeros(recipe: str, quantised: bool) -> None:
+    """The last block of 128 is short in x, in activations, and in gates and in ups, each of which begin with one."""
+    experts, hidden, width, generator = 2, 144, 176, torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    halves, w2 = randn(experts, 2, width, hidden).to(torch.float8_e4m3fn), randn(experts, hidden, width)
+    w2 = w2.to(torch.float8_e4m3fn)
+    x, ids, weights = randn(3, hidden).to(torch.bfloat16), torch.tensor([[0], [1], [0]]), torch.rand(3, 1)
+    shapes = [(experts, 4, 2), (experts, 2, 2)] if recipe == "block" else [(experts, 2, 256), (experts, 256)]
+    of_w1, of_w2 = (randn(*shape).exp() for shape in shapes)
+
+    def layer(high: int, wide: int) -> torch.Tensor:
+        """Of these widths: what is beyond those above is zeros, or scales that nothing has."""
+        by_row = recipe == "row"
+        tokens, rows = torch.zeros(2, 3, wide)
+        first, second = torch.zeros(experts, 2, high, wide), torch.zeros(experts, wide, high)
+        first[:, :, :width, :hidden], second[:, :hidden, :width], tokens[:, :hidden] = halves.float(), w2.float(), x
+        codes, scales = reference.quantize_fp8(tokens[:, :hidden], recipe=recipe)
+        rows[:, :hidden] = codes.float()
+        return reference.fused_layer(
+            (rows.to(torch.float8_e4m3fn), scales) if quantised else tokens.to(torch.bfloat16),
+            ids,
+            weights,
+            first.flatten(1, 2).to(torch.float8_e4m3fn),
+            of_w1[:, :, :high].flatten(1) if by_row else of_w1,
+            second.to(torch.float8_e4m3fn),
+            of_w2[:, :wide] if by_row else of_w2,
+            recipe=recipe,
+        )
+
+    wanted = layer(256, 256)
+    assert wanted[:, :hidden].any()
+    assert not wanted[:, hidden:].any()
+    assert torch.equal(layer(width, hidden), wanted[:, :hidden])

@@ -483,6 +483,9 @@ def fused_layer(
     bfloat16. Those of a token are added in ascending k, in float32. Both products are float64 here. Kernels add them
     up in float32, in an order that the hardware chooses, so their results are near these.
 
+    H and I are any widths. Behind the last whole block of 128 values, the rest is a block too: H / 128 is rounded up.
+    Gates and ups begin with a block each, so w1 has 2 * (I / 128) rows of them, where I / 128 is rounded up.
+
     Args:
         x: floating point [T, H], or (float8_e4m3fn [T, H], float32 [T, H / 128]). Recipe "row": scales [T].
         topk_ids: int32 or int64 [T, K], -1 for an unused place.
@@ -516,8 +519,8 @@ def fused_layer(
             continue
         factors = torch.tensor([[weights[t][k]] for t, k in routes], dtype=torch.float64, device="cpu")
         first, second = (
-            _dequantized(w[e].cpu(), of_w[e].cpu() if by_row else of_w[e].cpu().repeat_interleave(FP8_BLOCK, 0))
-            for w, of_w in ((w1, w1_scales), (w2, w2_scales))
+            _dequantized(w[e].cpu(), of_w[e].cpu() if by_row else _of_channels(of_w[e].cpu(), w.shape[1], parts))
+            for w, of_w, parts in ((w1, w1_scales, 2), (w2, w2_scales, 1))
         )
         hidden = tokens[[t for t, _ in routes]] @ first.T
         hidden = hidden if w1_bias is None else hidden + w1_bias[e].cpu()
@@ -534,10 +537,16 @@ def fused_layer(
     return out
 
 
+def _of_channels(scales: torch.Tensor, channels: int, parts: int) -> torch.Tensor:
+    """Repeat scales of 128 channels for each of them. Each part of the channels begins with a scale of its own."""
+    spread = scales.unflatten(0, (parts, -1)).repeat_interleave(FP8_BLOCK, 1)
+    return spread[:, : channels // parts].flatten(0, 1)
+
+
 def _dequantized(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Multiply FP8 [N, K] in float64 by scales: of every 128 columns of each row, [N, K / 128], or of rows, [N]."""
     of_columns = scales.double()[:, None] if scales.dim() == 1 else scales.double().repeat_interleave(FP8_BLOCK, 1)
-    return values.double() * of_columns
+    return values.double() * of_columns[:, : values.shape[1]]
 
 
 def _with_row_scales(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -579,15 +588,18 @@ def quantize_fp8(
     torch multiplies by the reciprocal of a divisor that is a number or a CPU scalar.
 
     Args:
-        x: floating point [..., H], H a multiple of 128.
+        x: floating point [..., H]. The last block is shorter where H is no multiple of 128.
         power_of_two_scales: round each scale up to a power of two and divide x by it.
         recipe: "block", or "row", where a block is all H values.
 
     Returns:
         q: float8_e4m3fn [..., H]; scales: float32 [..., H / 128], by recipe "row" [...].
     """
-    table, of_rows = _e4m3_values(), recipe == "row"
-    blocks = x.detach().cpu().float().reshape(-1, x.shape[-1] if of_rows else FP8_BLOCK)
+    table, width = _e4m3_values(), x.shape[-1]
+    block_width = width if recipe == "row" else FP8_BLOCK
+    padded = torch.zeros(*x.shape[:-1], align_up(width, block_width), dtype=torch.float32, device="cpu")
+    padded[..., :width] = x.detach().cpu().float()
+    blocks = padded.reshape(-1, block_width)
     q = torch.empty(blocks.shape, dtype=torch.uint8, device="cpu")
     scales = torch.empty(len(blocks), dtype=torch.float32, device="cpu")
     limit, floor = (torch.tensor(value, dtype=torch.float32, device="cpu") for value in (448.0, 1e-4))
@@ -603,8 +615,9 @@ def quantize_fp8(
             scaled = block / scale
         scales[row] = scale
         q[row] = _nearest_e4m3(scaled.clamp(-448.0, 448.0), table)
-    shape = x.shape[:-1] if of_rows else (*x.shape[:-1], x.shape[-1] // FP8_BLOCK)
-    return q.view(torch.float8_e4m3fn).reshape(x.shape), scales.reshape(shape)
+    q = q.reshape(padded.shape)[..., :width].contiguous()
+    shape = x.shape[:-1] if recipe == "row" else (*x.shape[:-1], padded.shape[-1] // FP8_BLOCK)
+    return q.view(torch.float8_e4m3fn), scales.reshape(shape)
 
 
 def _e4m3_values() -> torch.Tensor:

@@ -25,13 +25,14 @@ FAST = "one block"
 SLOW = ("plain", "fp8", "repeats", "top8", "masked", "gpt_oss", "biases", "two shared experts")
 BY_ROW = ("by row", "by row, fp8", "by row, wide", "by row, odd widths", "by row, many tokens", "by row, shared")
 FAST_BY_ROW = "by row, one block"
-FULL = ("plain", "fp8", "masked", "biases", "repeats")
-"""Others have their sizes, FP8 as they are sent, -1, biases and several routes to a rank."""
+PADDED = ("padded, two blocks", "padded, fp8", "padded gpt_oss", "padded gpt_oss, by row")
+FULL = ("plain", "fp8", "masked", "biases", "repeats", "padded, two blocks", "padded, fp8")
+"""Others have their sizes, FP8 as they are sent, -1, biases, several routes to a rank, and padding."""
 FEWER = {"two shared experts": (30, 11), "by row, many tokens": (150, 20)}
 """Tokens of the ranks where those of the case take long. Most experts still have two tiles, which is over 128 rows."""
 
 
-@pytest.mark.parametrize("name", mostly_slow([FAST, FAST_BY_ROW, *SLOW, *BY_ROW], [FAST, FAST_BY_ROW], FULL))
+@pytest.mark.parametrize("name", mostly_slow([FAST, FAST_BY_ROW, *SLOW, *BY_ROW, *PADDED], [FAST, FAST_BY_ROW], FULL))
 def test_mega(name: str) -> None:
     emulator.ranks(2).run(check_case, name, tokens=FEWER.get(name))
 

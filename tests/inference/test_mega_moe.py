@@ -12,6 +12,7 @@ import tokenloom as tl
 from tests.conftest import HOPPER, Ranks
 from tests.support.mega_cases import (
     CASES,
+    PADDED_CASES,
     ROW_CASES,
     Case,
     Layer,
@@ -89,6 +90,7 @@ COMPOSED = (
     "clamped geglu_tanh",
     "gated relu2",
     *(name for name in ROW_CASES if name not in ("by row, many tokens", "by row, as real models")),
+    *PADDED_CASES,
 )
 
 
@@ -235,8 +237,9 @@ def test_a_fault_on_one_rank(hoppers: Ranks, fault: str) -> None:
 
 @on_ranks("hoppers")
 @pytest.mark.gpu
-def test_a_graph_uses_weights_that_are_loaded_later(context: RankContext) -> None:
-    case = Case("", tokens=(30, 20))
+@pytest.mark.parametrize("widths", [(512, 256), (144, 80)], ids=["whole", "padded"])
+def test_a_graph_uses_weights_that_are_loaded_later(context: RankContext, widths: tuple[int, int]) -> None:
+    case = Case("", tokens=(30, 20), hidden=widths[0], intermediate=widths[1])
     first, second = (make_layer(case, context.num_ranks, context.device, seed) for seed in (0, 1))
     given = inputs(case, first, context.rank)
     with make_mega(context, case, first) as mega:
@@ -482,8 +485,10 @@ def test_biases_that_are_refused() -> None:
 
 MADE_WRONGLY: dict[str, tuple[dict[str, Any], type[tl.TokenloomError], str]] = {
     "backend": ({"backend": "fast"}, tl.PeerError, "backend is .fast., expected one of nvlink"),
-    "intermediate": ({"intermediate": 100}, tl.PeerError, "intermediate is 100, expected a multiple of 128"),
+    "intermediate": ({"intermediate": 100}, tl.PeerError, "intermediate is 100, expected a multiple of 16"),
     "another intermediate": ({"intermediate": 256}, tl.PlanMismatch, "intermediate"),
+    "another hidden, padded alike": ({"hidden": 240}, tl.PlanMismatch, "hidden"),
+    "another intermediate, padded alike": ({"intermediate": 112}, tl.PlanMismatch, "intermediate"),
     "shared experts": ({"num_shared_experts": 32}, tl.PeerError, "num_shared_experts is 32, expected 0 to 32 - top_k"),
     "activation": ({"activation": "relu2"}, tl.PeerError, "which has no gates"),
     "another activation": ({"activation": "geglu"}, tl.PlanMismatch, "activation"),

@@ -67,6 +67,23 @@ ROW_CASES = {
     ),
 }
 
+PADDED_CASES = {
+    "padded": Case("widths that are no multiples of 128", hidden=144, intermediate=80),
+    "padded, two blocks": Case("the last of two blocks is short", hidden=208, intermediate=176, top_k=3, unused=0.3),
+    "padded hidden": Case("experts are as wide as kernels", hidden=144, intermediate=128, shared=1),
+    "padded intermediate": Case("tokens are as wide as kernels", hidden=256, intermediate=80, shared=1),
+    "padded, fp8": Case("scales are of a short block", hidden=144, intermediate=176, quantised=True, shared=1),
+    "padded gpt_oss": Case(
+        "an up of 0 is 1 with the offset", hidden=208, intermediate=80, activation="swigluoai", biased=True, shared=1
+    ),
+    "padded, powers": Case("other scales", hidden=144, intermediate=176, powers=True, fast_math=False),
+    "padded, by row": Case("one scale for a row", hidden=208, intermediate=176, recipe="row", unused=0.3),
+    "padded, by row, fp8": Case("x as it is sent", hidden=144, intermediate=80, recipe="row", quantised=True),
+    "padded gpt_oss, by row": Case(
+        "all of it", hidden=144, intermediate=176, recipe="row", activation="swigluoai", biased=True, shared=1
+    ),
+}
+
 CASES = {
     "plain": Case("the usual case: unequal tokens"),
     "fp8": Case("x and its scales come as they are sent", quantised=True),
@@ -99,6 +116,7 @@ CASES = {
     "gated relu2": Case("most activations are 0", activation=tl.Activation("relu2", up_offset=-0.5)),
     "as real models": Case("wide rows", hidden=7168, intermediate=2048, experts_per_rank=2, top_k=2, tokens=(40, 130)),
     **ROW_CASES,
+    **PADDED_CASES,
 }
 
 
@@ -125,10 +143,14 @@ def make_layer(case: Case, num_ranks: int, device: torch.device, seed: int = 0) 
         return torch.randn(shape, generator=generator, device=device)
 
     # Blocks of many magnitudes, so that a scale of the wrong block shows; gates in silu's curved part.
+    def of_blocks(parts: int, rows: int, columns: int) -> torch.Tensor:
+        blocks = randn(experts + case.shared, parts, -(-rows // 128), -(-columns // 128)).exp()
+        return blocks.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :rows, :columns].flatten(1, 2)
+
     w1 = randn(experts + case.shared, 2 * width, hidden) / hidden**0.5
-    w1 *= randn(len(w1), 2 * width // 128, hidden // 128).exp().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    w1 *= of_blocks(2, width, hidden)
     w2 = randn(experts + case.shared, hidden, width) / width**0.5
-    w2 *= randn(len(w2), hidden // 128, width // 128).exp().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    w2 *= of_blocks(1, hidden, width)
     xs, all_ids, weights = [], [], []
     for rank in range(num_ranks):
         tokens = case.tokens[rank % len(case.tokens)]
@@ -143,11 +165,29 @@ def make_layer(case: Case, num_ranks: int, device: torch.device, seed: int = 0) 
         all_ids.append(ids)
         weights.append(torch.rand(ids.shape, generator=generator, device=device) + 0.1)
     biases = (randn(len(w1), 2 * width), randn(len(w2), hidden)) if case.biased else (None, None)
-    if case.recipe == "row":
-        quantised = (*quant.quantize_fp8(w1, recipe="row"), *quant.quantize_fp8(w2, recipe="row"))
-    else:
-        quantised = (*quant.quantize_fp8_blocks(w1), *quant.quantize_fp8_blocks(w2))
+    quantised = (*quantised_weights(w1, case.recipe, parts=2), *quantised_weights(w2, case.recipe))
     return Layer(*quantised, xs, all_ids, weights, *biases)
+
+
+def quantised_weights(w: torch.Tensor, recipe: str, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of any width, with scales of blocks that begin with each part of the rows. The last ones may be small."""
+    if recipe == "row":
+        codes, scales = quant.quantize_fp8(widened(w), recipe="row")
+        return narrowed(codes, w.shape[-1]), scales
+    apart = w.unflatten(1, (parts, -1))
+    rows = widened(apart.transpose(2, 3)).transpose(2, 3)
+    codes, scales = quant.quantize_fp8_blocks(widened(rows))
+    codes = codes.view(torch.uint8)[:, :, : apart.shape[2], : apart.shape[3]].flatten(1, 2).view(codes.dtype)
+    return codes, scales.flatten(1, 2)
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """With zeros up to a multiple of 128 in the last dimension."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % 128))
+
+
+def narrowed(codes: torch.Tensor, width: int) -> torch.Tensor:
+    return codes.view(torch.uint8)[..., :width].contiguous().view(codes.dtype)
 
 
 def expected(case: Case, layer: Layer, rank: int) -> torch.Tensor:
@@ -210,8 +250,10 @@ def make_mega(context: RankContext, case: Case, layer: Layer, backend: str = "nv
 
 def inputs(case: Case, layer: Layer, rank: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
     x = layer.xs[rank]
-    given = quant.quantize_fp8(x, power_of_two_scales=case.powers, recipe=case.recipe) if case.quantised else x
-    return given, layer.ids[rank], layer.weights[rank]
+    if not case.quantised:
+        return x, layer.ids[rank], layer.weights[rank]
+    codes, scales = quant.quantize_fp8(widened(x), power_of_two_scales=case.powers, recipe=case.recipe)
+    return (narrowed(codes, case.hidden), scales), layer.ids[rank], layer.weights[rank]
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:

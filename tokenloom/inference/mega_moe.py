@@ -30,12 +30,18 @@ from tokenloom.ops.gemm import (
     gated_activation,
     interleave_gate_and_up,
 )
-from tokenloom.ops.quant import FourBits, WeightReport, require_recipe, weights_for
-from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
+from tokenloom.ops.padding import pad
+from tokenloom.ops.quant import FourBits, WeightReport, require_recipe
+from tokenloom.ops.quant.four_bits import check_four_bits
+from tokenloom.ops.quant.weights import padded_weights_for
+from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout, align_up
 from tokenloom.runtime.rendezvous import agree
+from tokenloom.runtime.torch_modes import require_no_tangent, settled
 
 MOST_TERMS = 32
 """Most results that are added up for one token."""
+WIDTH_UNIT = 16
+"""Widths are multiples of it: rows of FP8 are then whole pieces of 16 bytes, which is what copies move."""
 EXPERTS: dict[str, type[NvlinkExperts] | type[ComposedExperts]] = {
     "nvlink": NvlinkExperts,
     "composed": ComposedExperts,
@@ -56,8 +62,9 @@ class MegaMoE:
     Args:
         group: as in ``Communicator``. The ranks are Hopper GPUs of one host with ``backend`` "nvlink".
         num_experts: E, divisible by the number of ranks.
-        hidden: H, a multiple of 128.
-        intermediate: I, a multiple of 128.
+        hidden: H, a multiple of 16. Kernels have the next multiple of 128: weights are padded with zeros when they are
+            loaded, x is padded in each call, and results are cut.
+        intermediate: I, likewise.
         top_k: K, at most 32.
         max_tokens_per_rank: M, the most tokens of one call on one rank.
         activation: an ``Activation`` with gates, or the name of one, such as "swiglu", "geglu", "swigluoai".
@@ -80,9 +87,12 @@ class MegaMoE:
         ranks_per_node: as in ``Communicator``; "nvlink" runs on one node.
 
     Attributes:
-        comm: communicator that dispatches the tokens.
-        weights: w1 with gates and ups in turn, its scales, w2, its scales. Empty before ``load_weights``.
-        biases: that of w1, with gates and ups in turn, and that of w2, float32, or None for each.
+        comm: communicator that dispatches the tokens, with the ``hidden`` that kernels have.
+        hidden: H, as it was given.
+        intermediate: I, likewise.
+        weights: w1 with gates and ups in turn, its scales, w2, its scales, of the widths that kernels have. Empty
+            before ``load_weights``.
+        biases: that of w1, with gates and ups in turn, and that of w2, float32, or None for each, likewise.
         after_stage: function that gets the name of each stage of a call once it is on the stream, or None.
 
     Raises:
@@ -120,7 +130,7 @@ class MegaMoE:
             self.comm = Communicator(
                 group,
                 num_experts=num_experts,
-                hidden=hidden,
+                hidden=align_up(hidden, BLOCK) if _is_width(hidden) else hidden,  # which is refused
                 top_k=top_k,
                 max_tokens_per_rank=max_tokens_per_rank,
                 backend="auto" if implementation is None else implementation.communicator_backend,
@@ -138,9 +148,10 @@ class MegaMoE:
         def prepare() -> tuple[dict[str, Any], None]:
             if implementation is None:
                 raise InvalidArgument(f"backend is {backend!r}, expected one of {', '.join(EXPERTS)}")
-            for name, width in (("hidden", hidden), ("intermediate", intermediate)):
-                if not isinstance(width, int) or width <= 0 or width % BLOCK:
-                    raise InvalidArgument(f"{name} is {width!r}, expected a multiple of {BLOCK}")
+            widths = {"hidden": hidden, "intermediate": intermediate}  # which ranks may all pad to the same
+            for name, width in widths.items():
+                if not _is_width(width):
+                    raise InvalidArgument(f"{name} is {width!r}, expected a multiple of {WIDTH_UNIT}")
             shared = num_shared_experts
             if not isinstance(shared, int) or not 0 <= shared <= MOST_TERMS - top_k:
                 raise InvalidArgument(
@@ -150,11 +161,12 @@ class MegaMoE:
             if schedule is not None and not isinstance(schedule, MegaSchedule):
                 raise InvalidArgument(f"schedule is {schedule!r}, expected a MegaSchedule, or None")
             require_recipe(recipe)
-            self._experts = implementation(self.comm, intermediate, shared, power_of_two_scales, recipe)
+            padded = align_up(intermediate, BLOCK)
+            self._experts = implementation(self.comm, padded, shared, power_of_two_scales, recipe)
             self._experts.set_activation(form, fast_math)
             return {
                 "backend": backend,
-                "intermediate": intermediate,
+                **widths,
                 "num_shared_experts": shared,
                 "activation": form,
                 "recipe": recipe,
@@ -166,10 +178,13 @@ class MegaMoE:
         except Exception:
             self.comm.close()
             raise
-        self.intermediate, self.num_shared_experts, self.schedule = intermediate, num_shared_experts, schedule
-        self._backend, self._recipe = backend, recipe
+        self.hidden, self.intermediate, self.num_shared_experts = hidden, intermediate, num_shared_experts
+        self.schedule, self._backend, self._recipe = schedule, backend, recipe
+        self._pads_tokens = hidden != self.comm.plan.hidden
         self._token_scales = self.comm.plan.scale_shape(recipe)  # behind T
         self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
+        self._shapes = _shapes(self._num_local, hidden, intermediate, recipe)
+        self._padded_shapes = _shapes(self._num_local, self.comm.plan.hidden, align_up(intermediate, BLOCK), recipe)
         self.weights: tuple[torch.Tensor, ...] = ()
         self.biases: Biases = (None, None)
         self._weights_are_ours = False
@@ -217,15 +232,16 @@ class MegaMoE:
                 float8_e4m3fn comes with scales.
             w2: [L, H, I], of the same dtype.
             w1_scales: beside FP8, else None: [L, 2I / 128, H / 128], [L, 2I] or [L, 2I, 1], [L] or [], float32,
-                bfloat16 or E8M0, as ``weights_for`` takes them and converts them to the layer's recipe.
+                bfloat16 or E8M0, as ``weights_for`` takes them and converts them to the layer's recipe. I / 128 and
+                H / 128 are rounded up: the last block may be smaller, and gates and ups begin with a block each.
             w2_scales: likewise [L, H / 128, I / 128], [L, H] or [L, H, 1], [L] or [].
             w1_bias: [L, 2I], in the order of w1's rows, float32 or narrower, or None.
             w2_bias: [L, H], or None.
             weight_layout: how w1, w2, their scales and w1_bias lie, where it is not as above. Block scales of
                 interleaved FP8 would be of gates and ups together, so those are refused.
             four_bits: how w1 and w2 hold values of four bits, such as ``MXFP4``, or None. They are encoded as FP8, as
-                ``weights_for`` does it from w1 [L, 2I, H / 2] with w1_scales [L, 2I, H / group], and w2 likewise. Rows
-                may be interleaved, but not transposed.
+                ``weights_for`` does it from w1 [L, 2I, H / 2] with w1_scales [L, 2I, H / group], and w2 likewise. H
+                and I are multiples of the group. Rows may be interleaved, but not transposed.
             round_again: round FP8 values a second time where the recipe needs other scales than they have, and
                 these do not convert exactly. ``describe()`` says how many were. Otherwise that is an error.
 
@@ -234,7 +250,6 @@ class MegaMoE:
                 weights that were loaded before had other biases than these.
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
         """
-        local, hidden, width = self._num_local, self.comm.plan.hidden, self.intermediate
         if not isinstance(weight_layout, WeightLayout):
             raise InvalidArgument(f"weight_layout is {weight_layout!r}, expected a WeightLayout")
         optional = {"w1_scales": w1_scales, "w2_scales": w2_scales, "w1_bias": w1_bias, "w2_bias": w2_bias}
@@ -245,7 +260,8 @@ class MegaMoE:
             raise InvalidArgument(
                 "weights of four bits cannot be transposed: bytes hold values along the last dimension"
             )
-        interleaved, blocks = weight_layout.interleaved, [local, 2 * width // BLOCK, hidden // BLOCK]
+        interleaved, (experts, rows, depth) = weight_layout.interleaved, self._padded_shapes["w1"]
+        blocks = [experts, rows // BLOCK, depth // BLOCK]
         of_blocks = w1_scales is not None and sorted(w1_scales.shape) == sorted(blocks)  # transposed or not
         if interleaved and w1.dtype == FP8 and of_blocks:
             raise InvalidArgument(
@@ -254,7 +270,7 @@ class MegaMoE:
             )
         w1, w2 = as_plain(w1, weight_layout, interleaved), as_plain(w2, weight_layout)
         if w1_scales is not None:
-            of_channels = four_bits is not None or w1_scales.numel() == local * 2 * width
+            of_channels = four_bits is not None or w1_scales.numel() == experts * 2 * self.intermediate
             w1_scales = as_plain(w1_scales, layout_of(w1_scales, weight_layout))
             w1_scales = as_plain(w1_scales, PLAIN_WEIGHTS, interleaved and of_channels)
         w2_scales = None if w2_scales is None else as_plain(w2_scales, layout_of(w2_scales, weight_layout))
@@ -266,11 +282,13 @@ class MegaMoE:
             raise DtypeMismatch(f"w1 is {w1.dtype}, which has no scales; leave them out")
         options: dict[str, Any] = {"four_bits": four_bits, "round_again": round_again}
         try:
-            if four_bits is None:
-                check_tensor("w1", w1, w1.dtype, [local, 2 * width, hidden], self.comm.device)
-                check_tensor("w2", w2, w1.dtype, [local, hidden, width], self.comm.device)
-            w1, w1_scales, of_w1 = weights_for(self._recipe, w1, w1_scales, **options, name="w1")
-            w2, w2_scales, of_w2 = weights_for(self._recipe, w2, w2_scales, **options, name="w2")
+            for name, w, scales in (("w1", w1, w1_scales), ("w2", w2, w2_scales)):
+                if four_bits is None:
+                    check_tensor(name, w, w1.dtype, self._shapes[name], self.comm.device)
+                elif (found := check_four_bits(name, w, scales, four_bits)) != self._shapes[name]:
+                    raise ShapeMismatch(f"{name} is {found} of four bits, expected {self._shapes[name]}")
+            w1, w1_scales, of_w1 = padded_weights_for(self._recipe, w1, w1_scales, **options, name="w1", parts=2)
+            w2, w2_scales, of_w2 = padded_weights_for(self._recipe, w2, w2_scales, **options, name="w2")
             self._check_weights(w1, w1_scales, w2, w2_scales)
         except ShapeMismatch as error:
             if weight_layout.transposed:
@@ -297,14 +315,13 @@ class MegaMoE:
     def _float32_biases(self, w1_bias: torch.Tensor | None, w2_bias: torch.Tensor | None) -> Biases:
         """Check the biases of weights with gates first, and return new ones as kernels take them."""
         found: list[torch.Tensor | None] = []
-        shapes = {"w1_bias": 2 * self.intermediate, "w2_bias": self.comm.plan.hidden}
-        for (name, width), bias in zip(shapes.items(), (w1_bias, w2_bias), strict=True):
+        for name, bias in (("w1_bias", w1_bias), ("w2_bias", w2_bias)):
             if bias is not None:
                 if bias.dtype not in DTYPES:
                     raise DtypeMismatch(f"{name} is {bias.dtype}, expected float32, bfloat16 or float16")
                 bias = bias.contiguous()
-                check_tensor(name, bias, bias.dtype, [self._num_local, width], self.comm.device)
-                bias = bias.float().clone()
+                check_tensor(name, bias, bias.dtype, self._shapes[name], self.comm.device)
+                bias = pad(bias.float(), self._padded_shapes[name], parts=2 if name == "w1_bias" else 1).clone()
             found.append(bias)
         w1_bias, w2_bias = found
         return None if w1_bias is None else interleave_gate_and_up(w1_bias), w2_bias
@@ -321,11 +338,14 @@ class MegaMoE:
     ) -> None:
         """Use this rank's experts as they are, without a copy, from the next call or capture on.
 
+        Where H or I is no multiple of 128, the layer makes padded copies, and later changes of what was given do not
+        count. Tensors that are padded already, as ``weights`` and ``biases`` have them, are not copied.
+
         Args:
             w1: float8_e4m3fn [L, 2I, H], the experts of ``load_weights``, with gates and ups in turn as
                 ``interleave_gate_and_up`` puts them.
-            w1_scales: float32 [L, 2I / 128, H / 128], gates, then ups, not interleaved. Recipe "row": [L, 2I], in the
-                order of w1's rows (``interleave_gate_and_up(w1_scales)``).
+            w1_scales: float32 [L, 2I / 128, H / 128], rounded up as in ``load_weights``, gates, then ups, not
+                interleaved. Recipe "row": [L, 2I], in the order of w1's rows (``interleave_gate_and_up(w1_scales)``).
             w2: float8_e4m3fn [L, H, I].
             w2_scales: float32 [L, H / 128, I / 128]. Recipe "row": [L, H].
             w1_bias: float32 [L, 2I], in the order of w1's rows likewise, or None.
@@ -334,22 +354,36 @@ class MegaMoE:
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
         """
-        self._check_weights(w1, w1_scales, w2, w2_scales)
-        shapes = {"w1_bias": 2 * self.intermediate, "w2_bias": self.comm.plan.hidden}
-        for (name, width), bias in zip(shapes.items(), (w1_bias, w2_bias), strict=True):
-            if bias is not None:
-                check_tensor(name, bias, torch.float32, [self._num_local, width], self.comm.device)
-                check_aligned(name, bias)
         weights, biases = (w1, w1_scales, w2, w2_scales), (w1_bias, w2_bias)
+        if self._shapes != self._padded_shapes and list(getattr(w1, "shape", ())) != self._padded_shapes["w1"]:
+            w1, w1_scales, w2, w2_scales, w1_bias, w2_bias = map(self._padded, self._shapes, (*weights, *biases))
+            weights, biases = (w1, w1_scales, w2, w2_scales), (w1_bias, w2_bias)
+        self._check_weights(w1, w1_scales, w2, w2_scales)
+        for name, bias in (("w1_bias", w1_bias), ("w2_bias", w2_bias)):
+            if bias is not None:
+                check_tensor(name, bias, torch.float32, self._padded_shapes[name], self.comm.device)
+                check_aligned(name, bias)
         self._experts.use_weights(weights, biases)  # first: it may raise
         self.weights, self.biases, self._weights_are_ours, self._weight_reports = weights, biases, False, ()
 
     def _check_weights(
         self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor
     ) -> None:
-        local, hidden, device = self._num_local, self.comm.plan.hidden, self.comm.device
-        check_weights("w1", w1, w1_scales, [local, 2 * self.intermediate, hidden], device, self._recipe)
-        check_weights("w2", w2, w2_scales, [local, hidden, self.intermediate], device, self._recipe)
+        shapes, device = self._padded_shapes, self.comm.device
+        check_weights("w1", w1, w1_scales, shapes["w1"], device, self._recipe)
+        check_weights("w2", w2, w2_scales, shapes["w2"], device, self._recipe)
+
+    def _padded(self, name: str, tensor: Any) -> Any:
+        """Check what ``use_weights`` was given of the caller's widths, and return it with those of kernels.
+
+        Gates and ups lie in turns, so zeros behind all of them are behind each.
+        """
+        if tensor is None and name in ("w1_bias", "w2_bias"):
+            return None
+        check_tensor(
+            name, tensor, FP8 if name in ("w1", "w2") else torch.float32, self._shapes[name], self.comm.device
+        )
+        return pad(tensor.detach(), self._padded_shapes[name])
 
     def forward(
         self,
@@ -363,8 +397,8 @@ class MegaMoE:
 
         Args:
             x: bfloat16, float16 or float32 [T, H], which dispatch quantises, or (float8_e4m3fn [T, H], float32
-                [T, H / 128], with recipe "row" [T]). T may differ per rank and may be 0, but all ranks pass the same
-                of both.
+                [T, H / 128], rounded up; with recipe "row" [T]). T may differ per rank and may be 0, but all ranks
+                pass the same of both.
             topk_ids: int32 or int64 [T, K]; -1 is an unused place.
             topk_weights: float32 [T, K].
             expert_stats: int32 [E / W], to which each local expert's number of routes is added, or None.
@@ -380,10 +414,17 @@ class MegaMoE:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.forward(x, topk_ids, topk_weights, expert_stats, out)
-        if not self._fits(x, topk_ids, topk_weights, expert_stats, out):
+        if self._pads_tokens or not self._fits(x, topk_ids, topk_weights, expert_stats, out):
             x, topk_ids, topk_weights = self._checked(x, topk_ids, topk_weights, expert_stats, out)
         after_stage = self.after_stage or _ignore
-        return self._experts.forward(x, topk_ids, topk_weights, expert_stats, out, self.schedule, after_stage)
+        if not self._pads_tokens:
+            return self._experts.forward(x, topk_ids, topk_weights, expert_stats, out, self.schedule, after_stage)
+        padded = self._experts.forward(x, topk_ids, topk_weights, expert_stats, None, self.schedule, after_stage)
+        result = padded[:, : self.hidden]
+        if out is None:
+            return result.contiguous()
+        with torch.inference_mode():  # out may have been made in it
+            return out.copy_(result)
 
     __call__ = forward
 
@@ -424,7 +465,7 @@ class MegaMoE:
         expert_stats: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Check a call thing by thing, and return x, topk_ids and topk_weights as experts take them.
+        """Check a call thing by thing, and return x, topk_ids and topk_weights as experts take them, x padded.
 
         What is wrong is told to the other ranks, behind what earlier calls have left.
         """
@@ -435,6 +476,8 @@ class MegaMoE:
                 raise InvalidArgument(
                     "x is torch.float8_e4m3fn without scales; pass (x, scales), or x before it was FP8"
                 )
+            if self._pads_tokens:
+                x = self._padded_tokens(x)
             if not self._experts.checks_tokens:
                 options = DispatchOptions(
                     "expert", 1, "bounded", 1, to_fp8=not isinstance(x, (tuple, list)), recipe=self._recipe
@@ -453,21 +496,42 @@ class MegaMoE:
             if not topk_ids.dim():
                 raise ShapeMismatch("topk_ids is [], expected [T, K]")
             if out is not None:
-                check_tensor("out", out, torch.bfloat16, [len(topk_ids), plan.hidden], device)
+                check_tensor("out", out, torch.bfloat16, [len(topk_ids), self.hidden], device)
                 check_aligned("out", out)
         return x, topk_ids, topk_weights
+
+    def _padded_tokens(self, x: Any) -> Any:
+        """Check the width of x, alone or before its scales, and put zeros behind each row. More is checked later."""
+        if isinstance(x, (tuple, list)):
+            return (self._padded_tokens(x[0]), *x[1:]) if x else x
+        x = settled(x)
+        checks.require_tensor("x", x)
+        require_no_tangent(x=x)  # padding would lose it
+        if x.dim() != 2 or x.shape[1] != self.hidden:
+            raise ShapeMismatch(
+                f"x is {list(x.shape)}, the layer was made for [tokens, {self.hidden}]; pass hidden= to MegaMoE"
+            )
+        return pad(x, [len(x), self.comm.plan.hidden])
 
     def __repr__(self) -> str:
         if not hasattr(self, "comm"):  # its constructor has raised
             return "MegaMoE(never made)"
-        widths: dict[str, Any] = {"intermediate": self.intermediate, "num_shared_experts": self.num_shared_experts}
+        widths: dict[str, Any] = {"hidden": self.hidden, "intermediate": self.intermediate}
+        widths |= {"num_shared_experts": self.num_shared_experts}
         widths |= {} if self._recipe == "block" else {"recipe": self._recipe}
         return line_about(self.comm, "MegaMoE", **widths, backend=self._backend)
 
     def describe(self) -> str:
-        """Say what the layer runs on and how much memory its buffers take. The first call makes them."""
+        """Say what the layer runs on, what is padded, and how much memory buffers take. The first call makes them."""
         scales = {"block": "per 128 values", "row": "per row, those of activations powers of two"}[self._recipe]
         lines = [self.comm.describe(), self._experts.describe(), f"recipe {self._recipe}: FP8 scales {scales}"]
+        if self._shapes != self._padded_shapes:
+            hidden, intermediate = self._padded_shapes["w2"][1:]
+            more = hidden * intermediate / (self.hidden * self.intermediate) - 1
+            lines.append(
+                f"padded with zeros to multiples of {BLOCK}: hidden {self.hidden} to {hidden}, intermediate "
+                f"{self.intermediate} to {intermediate}; weights take {100 * more:.3g}% more"
+            )
         if self._weight_reports:
             of_w1, of_w2 = self._weight_reports
             lines.append(f"scales of w1 {of_w1}; of w2 {of_w2}")
@@ -501,6 +565,24 @@ class MegaMoE:
 
 def _ignore(stage: str) -> None:
     """For ``after_stage`` where nobody wants to know."""
+
+
+def _is_width(width: object) -> bool:
+    return isinstance(width, int) and not isinstance(width, bool) and width > 0 and width % WIDTH_UNIT == 0
+
+
+def _shapes(local: int, hidden: int, intermediate: int, recipe: str) -> dict[str, list[int]]:
+    """Shapes of the weights, scales and biases of ``use_weights``, by name and in its order."""
+    of_hidden, of_intermediate = (-(-width // BLOCK) for width in (hidden, intermediate))
+    by_row = recipe == "row"
+    return {
+        "w1": [local, 2 * intermediate, hidden],
+        "w1_scales": [local, 2 * intermediate] if by_row else [local, 2 * of_intermediate, of_hidden],
+        "w2": [local, hidden, intermediate],
+        "w2_scales": [local, hidden] if by_row else [local, of_hidden, of_intermediate],
+        "w1_bias": [local, 2 * intermediate],
+        "w2_bias": [local, hidden],
+    }
 
 
 def layout_of(scales: torch.Tensor, layout: WeightLayout) -> WeightLayout:

@@ -8,6 +8,7 @@ from tests.mutations.mutation import M
 MEGA_TEST = "tests/inference/test_mega_moe.py::test_"
 
 EMULATED = "tests/inference/test_emulated_mega.py"
+PADDED = "tests/inference/test_padded_mega.py::test_"
 
 MUTATIONS = (
     M("up-clamped-above-only", "ups may be as far below 0 as they like", "ops.activation:apply_activation",
@@ -16,6 +17,31 @@ MUTATIONS = (
     M("bias-not-in-turns", "the bias of w1 stays gates first, though the rows take turns",
       "inference.mega_moe:MegaMoE._float32_biases", "interleave_gate_and_up(w1_bias)",
       "w1_bias", f"{MEGA_TEST}composed[cpu2-biases]"),
+    M("gates-and-ups-padded-together", "zeros come behind the ups, and none behind the gates",
+      "inference.mega_moe:MegaMoE.load_weights",
+      'padded_weights_for(self._recipe, w1, w1_scales, **options, name="w1", parts=2)',
+      'padded_weights_for(self._recipe, w1, w1_scales, **options, name="w1")', f"{PADDED}results_are_those"
+      "_of_a_layer_with_zeros", f"{MEGA_TEST}composed[cpu2-padded]"),
+    M("bias-padded-at-its-end", "zeros come behind the bias of ups, and none behind that of gates",
+      "inference.mega_moe:MegaMoE._float32_biases", '2 if name == "w1_bias" else 1', "1",
+      f"{PADDED}results_are_those_of_a_layer_with_zeros", f"{MEGA_TEST}composed[cpu2-padded gpt_oss]"),
+    M("results-as-wide-as-kernels", "a result is not cut to the width of the caller",
+      "inference.mega_moe:MegaMoE.forward", "padded[:, : self.hidden]", "padded",
+      f"{PADDED}results_are_those_of_a_layer_with_zeros", f"{MEGA_TEST}composed[cpu2-padded]"),
+    M("result-beside-its-place", "a cut result is not written to out", "inference.mega_moe:MegaMoE.forward",
+      "out.copy_(result)", "result.contiguous()", f"{PADDED}results_are_those_of_a_layer_with_zeros"),
+    M("results-of-no-inference", "a result cannot be cut into a tensor that was made in inference mode",
+      "inference.mega_moe:MegaMoE.forward", "torch.inference_mode()", "torch.no_grad()",
+      f"{PADDED}results_of_any_mode"),
+    M("padding-loses-tangents", "tokens lose their tangent where they are padded",
+      "inference.mega_moe:MegaMoE._padded_tokens", "require_no_tangent(x=x)", "pass", f"{PADDED}tangents_are_refused"),
+    M("padded-weights-are-refused", "weights that are padded already are refused",
+      "inference.mega_moe:MegaMoE.use_weights",
+      'list(getattr(w1, "shape", ())) != self._padded_shapes["w1"]', "True", f"{PADDED}weights_in_use"),
+    M("four-bits-of-another-width", "four-bit weights of another width are padded to the same",
+      "inference.mega_moe:MegaMoE.load_weights",
+      "(found := check_four_bits(name, w, scales, four_bits)) != self._shapes[name]",
+      "not (found := check_four_bits(name, w, scales, four_bits))", f"{PADDED}four_bits"),
     M("gemm2-without-bias", "the kernel of w2's bias is taken for the one without",
       "inference.mega_gemms:MegaGemms._choose", "w2_bias is not None", "False",
       "tests/inference/test_mega_launches.py::test_biases_and_other_activations_come_and_go"),

@@ -225,6 +225,7 @@ SIZES = (
 )
 
 MEGA_INPUTS = "tests/inference/test_mega_inputs.py::test_"
+PADDED = "tests/inference/test_padded_mega.py::test_"
 
 MEGA = (
     M("any-scales-of-weights", "weights of a MegaMoE may be no tensors", "inference.mega_moe:MegaMoE.load_weights",
@@ -234,9 +235,16 @@ MEGA = (
       "inference.mega_moe:MegaMoE._checked", "not topk_ids.dim()", "False",
       f"{MEGA_INPUTS}wrong_inputs_are_named"),
     M("experts-of-any-width", "experts of a MegaMoE may have a width that no kernel takes",
-      "inference.mega_moe:MegaMoE.__init__", "not isinstance(width, int) or width <= 0 or width % BLOCK",
-      "not isinstance(width, int) or width <= 0",
+      "inference.mega_moe:_is_width", "width % WIDTH_UNIT == 0", "True",
       f"tests/inference/test_mega_moe.py::test_a_wrong_option_on_one_rank_is_an_error_on_all[{ON_TWO}intermediate]"),
+    M("tokens-of-the-width-of-kernels", "a MegaMoE takes tokens that are padded already",
+      "inference.mega_moe:MegaMoE._padded_tokens", "x.dim() != 2 or x.shape[1] != self.hidden",
+      "x.dim() != 2 or x.shape[1] not in (self.hidden, self.comm.plan.hidden)", f"{PADDED}wrong_tokens_are_named"),
+    M("hidden-is-padded-alike", "ranks may have widths that differ, if they are padded to the same",
+      "inference.mega_moe:MegaMoE.__init__", '{"hidden": hidden, "intermediate": intermediate}',
+      '{"intermediate": intermediate}',
+      f"tests/inference/test_mega_moe.py::test_a_wrong_option_on_one_rank_is_an_error_on_all"
+      f"[{ON_TWO}another hidden, padded alike]"),
     M("odd-sms", "blocks that send may be of an odd number", "inference.schedules:MegaSchedule.__post_init__",
       "range(2, MAX_BLOCKS + 1, 2)", "range(2, MAX_BLOCKS + 1)",
       "tests/inference/test_mega_launches.py::test_schedules_have_even_numbers"),

@@ -119,7 +119,8 @@ SLOTS = (
       "ops.quant.scale_layouts:lay_out_scales", "exponents << shifts", "exponents << shifts.flip(0)", *SCALE_TESTS),
 )
 
-CONVERT = "ops.quant.weights:_convert"
+CONVERT, PADDED = "ops.quant.weights:_convert", "ops.quant.weights:padded_weights_for"
+PADDED_TESTS = ("tests/ops/quant/test_padded_weights.py",)
 
 WEIGHTS = (
     M("smallest-scale", "converted weights take the smallest scale, so that codes overflow", CONVERT,
@@ -136,9 +137,9 @@ WEIGHTS = (
       "after != values", *WEIGHTS_TESTS),
     M("rounded-values-of-a-channel", "channels count for each of their rounded values", CONVERT,
       "rounded.count_nonzero()", "rounded.sum()", *WEIGHTS_TESTS),
-    M("rounded-again-unasked", "weights are rounded a second time without leave", "ops.quant.weights:weights_for",
+    M("rounded-again-unasked", "weights are rounded a second time without leave", PADDED,
       "values and not round_again", "False", *WEIGHTS_TESTS),
-    M("scales-of-nan-convert", "scales that are not finite are converted", "ops.quant.weights:weights_for",
+    M("scales-of-nan-convert", "scales that are not finite are converted", PADDED,
       "not (scales.isfinite() & (scales >= 0)).all()", "(scales < 0).any()", *WEIGHTS_TESTS),
     M("nibbles-the-other-way", "the high half of a byte comes first where the low one should",
       "ops.quant.four_bits:unpack_four_bits", 'four_bits.nibbles == "low_first"', 'four_bits.nibbles != "low_first"',
@@ -161,6 +162,22 @@ WEIGHTS = (
       "enumerate(w)", "enumerate(w.float())", *WEIGHTS_TESTS),
     M("channels-without-a-third-size", "scales [E, N, 1] are refused", "ops.quant.weights:_by_unit",
       "shape in ([experts, channels], [experts, channels, 1])", "shape == [experts, channels]", *WEIGHTS_TESTS),
+    M("blocks-over-parts", "a block of weights reaches from gates to ups", "ops.quant.weights:_padded_shape",
+      "parts * align_up(channels // parts, FP8_BLOCK)", "align_up(channels, FP8_BLOCK)", *PADDED_TESTS),
+    M("padding-has-scales", "channels of zeros have a scale that counts beside others", "ops.quant.weights:_by_unit",
+      "padded.reshape(experts, units, FP8_BLOCK, 1)",
+      "torch.where(padded > 0, padded, 2.0).reshape(experts, units, FP8_BLOCK, 1)",
+      *PADDED_TESTS),
+    M("padding-has-four-bits", "groups that pad four-bit weights have values", "ops.quant.weights:_of_four_bits",
+      'pad(widen_scales(f"{name}_scales", w_scales.detach()), [*padded, padded_depth // four_bits.group], parts)',
+      'pad(widen_scales(f"{name}_scales", w_scales.detach()), [*padded, padded_depth // four_bits.group], parts)'
+      ".clamp_min(2.0**-20)", *PADDED_TESTS),
+    M("zeros-count-as-values", "a report on weights counts zeros that pad them", PADDED,
+      "sizes = (w.shape[0] * w.shape[1], w.numel())\npadded = _padded_shape(w.shape, parts)",
+      "padded = _padded_shape(w.shape, parts)\nsizes = (padded[0] * padded[1], padded[0] * padded[1] * padded[2])",
+      *PADDED_TESTS),
+    M("parts-of-groups", "a row of four-bit weights may end within a group", "ops.quant.four_bits:check_four_bits",
+      "max(multiple, group)", "multiple", *PADDED_TESTS),
 )
 
 MUTATIONS = SUMS + ROUTES + GRADIENTS + FP8 + WEIGHTS + ROUTERS + SLOTS

@@ -73,7 +73,7 @@ SCALES = (
     M("reference-without-a-floor", "a block of zeros has a scale of zero", QUANTIZE,
       "torch.maximum(block.abs().max(), floor)", "block.abs().max()", *QUANT_TESTS),
     M("reference-rows-of-blocks", "by recipe row a block of 128 values has a scale", QUANTIZE,
-      "x.shape[-1] if of_rows else FP8_BLOCK", "FP8_BLOCK", *QUANT_TESTS),
+      'width if recipe == "row" else FP8_BLOCK', "FP8_BLOCK", *QUANT_TESTS),
     M("ties-to-odd", "a value between two codes gets the odd one", NEAREST, "above % 2 == 0", "above % 2 == 1",
       *QUANT_TESTS),
     M("zeros-have-no-sign", "-0 becomes +0 in FP8", NEAREST, "torch.signbit(values)", "(values < 0)", *QUANT_TESTS),
@@ -81,6 +81,7 @@ SCALES = (
 
 HAND = f"{TEST}other_experts_by_hand"
 FUSED, FUSED_BY_HAND = "reference:fused_layer", f"{TEST}fused_layer_by_hand"
+NARROW = f"{TEST}a_narrow_fused_layer_is_a_wide_one_with_zeros"
 
 LAYERS = (
     M("ups-first", "the first half of w1's rows are taken for ups", "reference:_activated", "(i, width + i)",
@@ -109,6 +110,9 @@ LAYERS = (
     M("bias-without-weight", "the bias of w2 is added as it is, whatever the route's weight", FUSED,
       "factors * w2_bias[e].cpu()", "w2_bias[e].cpu()", FUSED_BY_HAND,
       "tests/inference/test_mega_moe.py::test_composed[cpu2-biases]"),
+    M("scales-of-gates-for-ups", "the first ups share a scale with the last gates", "reference:_of_channels",
+      "scales.unflatten(0, (parts, -1)).repeat_interleave(FP8_BLOCK, 1)",
+      "scales.repeat_interleave(FP8_BLOCK, 0)[:channels].unflatten(0, (parts, -1))", NARROW),
     M("one-shared-expert", "of several shared experts the first serves for all", FUSED,
       "[[*experts, *shared] for experts in topk_ids.tolist()]",
       "[[*experts, *shared[:1] * len(shared)] for experts in topk_ids.tolist()]",

@@ -52,8 +52,17 @@ MXFP4 = FourBits()
 """E2M1 in groups of 32, low halves of bytes first, as gpt-oss and DeepSeek-V4 have it."""
 
 
-def check_four_bits(name: str, w: torch.Tensor, w_scales: torch.Tensor | None, four_bits: FourBits) -> None:
-    """Raise an error unless these are packed weights with scales, as ``weights_for`` takes them."""
+def check_four_bits(
+    name: str, w: torch.Tensor, w_scales: torch.Tensor | None, four_bits: FourBits, multiple: int = 1
+) -> list[int]:
+    """Raise an error unless these are packed weights with scales, as ``weights_for`` takes them.
+
+    Args:
+        multiple: N and K are multiples of it, and of the values that share a scale.
+
+    Returns:
+        Shape of the values, [E, N, K].
+    """
     require_type("four_bits", four_bits, FourBits, "a FourBits, such as tl.MXFP4")
     require_type(name, w, torch.Tensor, "a torch.Tensor")
     if w.dtype not in PACKED_DTYPES:
@@ -69,16 +78,18 @@ def check_four_bits(name: str, w: torch.Tensor, w_scales: torch.Tensor | None, f
             f"[E, N, K / {group}, {group // held}]"
         )
     experts, channels, depth = w.shape[0], w.shape[1], w.shape[2] * (group if by_group else held)
-    if not w.numel() or channels % FP8_BLOCK or depth % FP8_BLOCK:
+    multiple = max(multiple, group)
+    if not w.numel() or channels % multiple or depth % multiple:
         raise ShapeMismatch(
             f"{name} is {list(w.shape)} of {w.dtype}, which is {experts} experts of {channels} x {depth} values; "
-            f"expected multiples of {FP8_BLOCK}, and not of 0 experts"
+            f"expected multiples of {multiple}, and not of 0 experts"
         )
     expected = [experts, channels, depth // group]
     if list(w_scales.shape) != expected:
         raise ShapeMismatch(
             f"{name}_scales is {list(w_scales.shape)}, expected {expected}: one for {group} values of a channel"
         )
+    return [experts, channels, depth]
 
 
 def unpack_four_bits(packed: torch.Tensor, four_bits: FourBits) -> torch.Tensor:

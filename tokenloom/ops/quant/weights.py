@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, require_type
+from tokenloom.ops.padding import pad
 from tokenloom.ops.quant.four_bits import FourBits, check_four_bits, encode_as_fp8
 from tokenloom.ops.quant.fp8 import quantize_weights, require_recipe
 from tokenloom.ops.quant.scale_dtypes import require_scales, widen_scales
-from tokenloom.plan import FP8_BLOCK
+from tokenloom.plan import FP8_BLOCK, align_up
 
 E4M3 = torch.float8_e4m3fn
 E4M3_NAN = 0x7F
@@ -47,7 +49,6 @@ class WeightReport:
         return f"{self.origin}: {self.num_rounded_channels} of {self.num_channels} channels, {percent:.3g}% of values"
 
 
-@torch.no_grad()
 def weights_for(
     recipe: str,
     w: torch.Tensor,
@@ -94,21 +95,52 @@ def weights_for(
         DtypeMismatch: w or its scales have another dtype, or weights of a wider dtype come with scales.
         DeviceMismatch: the scales are on another device than w.
     """
+    return padded_weights_for(
+        recipe, w, w_scales, four_bits=four_bits, round_again=round_again, name=name, multiple=FP8_BLOCK
+    )
+
+
+@torch.no_grad()
+def padded_weights_for(
+    recipe: str,
+    w: torch.Tensor,
+    w_scales: torch.Tensor | None = None,
+    *,
+    four_bits: FourBits | None = None,
+    round_again: bool = False,
+    name: str = "w",
+    multiple: int = 1,
+    parts: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor, WeightReport]:
+    """Do what ``weights_for`` does for any N and K, and round both up to multiples of 128 with zeros.
+
+    The values keep their scales: a block of 128 x 128 that reaches over the end of N or K is of the values before it.
+
+    Args:
+        recipe, w, w_scales, four_bits, round_again, name: as in ``weights_for``, with N / 128 and K / 128 rounded up.
+        multiple: N and K are multiples of it.
+        parts: of N, such as gates and ups. Each is padded by itself, and begins with a block of its own.
+
+    Returns:
+        w and its scales, of the widths that are multiples of 128; a report that counts the values before.
+    """
     require_recipe(recipe)
     require_type("round_again", round_again, bool, "a bool")
     if four_bits is not None:
-        return _of_four_bits(recipe, w, w_scales, four_bits, round_again, name)
-    _check(name, w, w_scales)
+        return _of_four_bits(recipe, w, w_scales, four_bits, round_again, name, multiple, parts)
+    _check(name, w, w_scales, multiple)
     sizes = (w.shape[0] * w.shape[1], w.numel())
+    padded = _padded_shape(w.shape, parts)
     if w_scales is None:
-        return *_quantize_experts(recipe, w.detach()), WeightReport("quantised", *sizes)
-    scales_of, scales = _by_unit(f"{name}_scales", widen_scales(f"{name}_scales", w_scales.detach()), w)
+        return *_quantize_experts(recipe, w.detach(), padded, parts), WeightReport("quantised", *sizes)
+    scales_of, scales = _by_unit(f"{name}_scales", widen_scales(f"{name}_scales", w_scales.detach()), w, parts)
+    w = pad(w.detach(), padded, parts)
     if scales_of in (recipe, "expert"):
         report = WeightReport("as they were" if scales_of == recipe else "repeated", *sizes)
-        return w.detach().contiguous(), _flatten(recipe, _spread(recipe, scales, w)), report
+        return w.contiguous(), _flatten(recipe, _spread(recipe, scales, w)), report
     if not (scales.isfinite() & (scales >= 0)).all():
         raise InvalidArgument(f"{name}_scales has values that are negative or not finite, which cannot be converted")
-    codes, scales, counts = _convert(recipe, w.detach(), scales)
+    codes, scales, counts = _convert(recipe, w, scales)
     channels, values = counts.tolist()
     if values and not round_again:
         raise InvalidArgument(
@@ -120,14 +152,32 @@ def weights_for(
     return codes, _flatten(recipe, scales), report
 
 
+def _padded_shape(shape: Sequence[int], parts: int) -> list[int]:
+    """Round the sizes of each part of N, and K, up to multiples of 128."""
+    experts, channels, depth = shape
+    return [experts, parts * align_up(channels // parts, FP8_BLOCK), align_up(depth, FP8_BLOCK)]
+
+
 def _of_four_bits(
-    recipe: str, w: torch.Tensor, w_scales: torch.Tensor | None, four_bits: FourBits, round_again: bool, name: str
+    recipe: str,
+    w: torch.Tensor,
+    w_scales: torch.Tensor | None,
+    four_bits: FourBits,
+    round_again: bool,
+    name: str,
+    multiple: int,
+    parts: int,
 ) -> tuple[torch.Tensor, torch.Tensor, WeightReport]:
-    check_four_bits(name, w, w_scales, four_bits)
+    experts, channels, depth = check_four_bits(name, w, w_scales, four_bits, multiple)
     assert w_scales is not None
-    codes, scales, counts = encode_as_fp8(recipe, name, w, w_scales, four_bits)
+    *padded, padded_depth = _padded_shape((experts, channels, depth), parts)
+    # Groups are whole, as K is a multiple of them. The scales of new ones are 0, whatever value the code 0 has.
+    scales = pad(widen_scales(f"{name}_scales", w_scales.detach()), [*padded, padded_depth // four_bits.group], parts)
+    held = depth // w.shape[2]  # values in an item of dimension 2
+    w = pad(w.detach(), [*padded, padded_depth // held, *w.shape[3:]], parts)
+    codes, scales, counts = encode_as_fp8(recipe, name, w, scales, four_bits)
+    sizes = (experts * channels, experts * channels * depth)
     channels, values = counts.tolist()
-    sizes = (codes.shape[0] * codes.shape[1], codes.numel())
     if values and not round_again:
         raise InvalidArgument(
             f"{name} has values of four bits; as FP8 of recipe={recipe!r}, {channels} of {sizes[0]} channels "
@@ -136,15 +186,15 @@ def _of_four_bits(
     return codes, scales, WeightReport("rounded again" if values else "encoded exactly", *sizes, channels, values)
 
 
-def _check(name: str, w: torch.Tensor, w_scales: torch.Tensor | None) -> None:
+def _check(name: str, w: torch.Tensor, w_scales: torch.Tensor | None, multiple: int) -> None:
     """Raise an error for wrong types, dtypes, sizes of w and devices."""
     require_type(name, w, torch.Tensor, "a torch.Tensor")
     if w.dtype != E4M3 and w.dtype not in WIDE_DTYPES:
         cure = "; view bytes as torch.float8_e4m3fn" if w.dtype in (torch.uint8, torch.int8) else ""
         raise DtypeMismatch(f"{name} is {w.dtype}, expected bfloat16, float16, float32 or float8_e4m3fn{cure}")
-    if w.dim() != 3 or w.shape[1] % FP8_BLOCK or w.shape[2] % FP8_BLOCK or not w.numel():
+    if w.dim() != 3 or w.shape[1] % multiple or w.shape[2] % multiple or not w.numel():
         raise ShapeMismatch(
-            f"{name} is {list(w.shape)}, expected [E, N, K] with N and K multiples of {FP8_BLOCK}"
+            f"{name} is {list(w.shape)}, expected [E, N, K] with N and K multiples of {multiple}"
             + ", and not of 0 experts" * (w.shape[:1] == (0,))
         )
     if w.dtype != E4M3:
@@ -156,18 +206,20 @@ def _check(name: str, w: torch.Tensor, w_scales: torch.Tensor | None) -> None:
     require_scales(name, w_scales, w)
 
 
-def _by_unit(name: str, scales: torch.Tensor, w: torch.Tensor) -> tuple[str, torch.Tensor]:
+def _by_unit(name: str, scales: torch.Tensor, w: torch.Tensor, parts: int) -> tuple[str, torch.Tensor]:
     """Return the recipe that takes the scales, or "expert", and the scales as [experts, units, channels, blocks].
 
-    A unit is 128 channels, which share blocks. The last three sizes are 1 where a scale is of all.
+    A unit is 128 channels, which share blocks. The last three sizes are 1 where a scale is of all. Channels that pad w
+    have scales of 0, which never are the largest of a unit.
     """
-    experts, channels, depth = w.shape
-    units, blocks = channels // FP8_BLOCK, depth // FP8_BLOCK
+    experts, channels, _ = w.shape
+    units, blocks = (size // FP8_BLOCK for size in _padded_shape(w.shape, parts)[1:])
     shape = list(scales.shape)
     if shape == [experts, units, blocks]:
         return "block", scales.reshape(experts, units, 1, blocks)
     if shape in ([experts, channels], [experts, channels, 1]):
-        return "row", scales.reshape(experts, units, FP8_BLOCK, 1)
+        padded = pad(scales.reshape(experts, channels), [experts, units * FP8_BLOCK], parts)
+        return "row", padded.reshape(experts, units, FP8_BLOCK, 1)
     if shape in ([experts], [experts, 1], [experts, 1, 1], [], [1]):
         return "expert", scales.reshape(-1, 1, 1, 1).expand(experts, 1, 1, 1)
     raise ShapeMismatch(
@@ -189,12 +241,19 @@ def _flatten(recipe: str, scales: torch.Tensor) -> torch.Tensor:
     return scales.flatten(1) if recipe == "row" else scales.squeeze(2)
 
 
-def _quantize_experts(recipe: str, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise expert by expert: a float32 copy of all would take four times the memory of the result."""
-    codes = torch.empty(w.shape, dtype=E4M3, device=w.device)
+def _quantize_experts(
+    recipe: str, w: torch.Tensor, padded: Sequence[int], parts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise expert by expert: a float32 copy of all would take four times the memory of the result.
+
+    Args:
+        padded: shape of the codes.
+    """
+    codes = torch.empty(*padded, dtype=E4M3, device=w.device)
     scales = []
     for expert, values in enumerate(w):
-        codes[expert], found = quantize_weights(recipe, values)
+        whole = pad(values[None], [1, *padded[1:]], parts)[0]
+        codes[expert], found = quantize_weights(recipe, whole)
         scales.append(found)
     return codes, torch.stack(scales)
 
