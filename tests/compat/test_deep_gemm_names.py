@@ -135,6 +135,14 @@ def test_options_that_there_are_not(maker: str, option: dict[str, Any]) -> None:
         getattr(deep_gemm, maker)(None, 8, 16, 2, 128, 128, **option)
 
 
+@pytest.mark.parametrize(("hidden", "width"), [(144, 128), (128, 144)])
+def test_widths_that_deep_gemm_has_not(hidden: int, width: int) -> None:
+    """MegaMoE pads them; scales of these names have no room for a shorter last block."""
+    name = "hidden" if hidden % 128 else "intermediate_hidden"
+    with pytest.raises(InvalidArgument, match=f"{name} is 144, expected a multiple of 128"):
+        deep_gemm.SymmBuffer(None, 8, 16, 2, hidden, width)
+
+
 def test_sms() -> None:
     """Programs put back what they found, and key caches by it."""
     found = deep_gemm.get_num_sms()

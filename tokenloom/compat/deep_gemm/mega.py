@@ -77,6 +77,7 @@ class SM90SymmBuffer:
         activation: str = "swiglu",
     ) -> None:
         _check_options(group, use_fp8_dispatch=use_fp8_dispatch, activation=activation)
+        _check_widths(group, hidden=hidden, intermediate_hidden=intermediate_hidden)
         rows, device = num_max_tokens_per_rank, pick_device(None, group)
         if isinstance(rows, int):  # the layer refuses others, on all ranks
             rows = align_up(rows, TOKEN_ALIGNMENT)
@@ -384,3 +385,11 @@ def _check_options(group: dist.ProcessGroup, **options: Any) -> None:
             there = " or ".join(map(repr, SERVED[name]))
             with agreeing(RankGroup(group), MAKING):
                 raise InvalidArgument(f"{name} is {value!r}; tokenloom's layer has {there}")
+
+
+def _check_widths(group: dist.ProcessGroup, **widths: Any) -> None:
+    """Raise InvalidArgument unless all are multiples of 128, as DeepGEMM's are. The other ranks hear of it."""
+    for name, width in widths.items():
+        if not isinstance(width, int) or width <= 0 or width % FP8_BLOCK:
+            with agreeing(RankGroup(group), MAKING):
+                raise InvalidArgument(f"{name} is {width!r}, expected a multiple of {FP8_BLOCK}")

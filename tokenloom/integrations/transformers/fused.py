@@ -6,10 +6,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from tokenloom.errors import InvalidArgument, NotDifferentiable
-from tokenloom.inference.mega_moe import MegaMoE
+from tokenloom.inference.mega_moe import WIDTH_UNIT, MegaMoE
 from tokenloom.integrations.transformers.forms import Form
 from tokenloom.integrations.transformers.options import ExpertsOptions
-from tokenloom.kernels.gemm.launch import BLOCK
 from tokenloom.plan import Activation
 
 Sizes = tuple[int, int, int, int, Activation]
@@ -27,8 +26,8 @@ def require_fused(form: Form | str, experts: torch.nn.Module, family: str) -> Fo
         widths = widths_of(form, experts)
         if not form.activation.gated:
             why = f"{form.activation.function} has no gates"
-        elif any(width % BLOCK for width in widths):
-            why = f"hidden and intermediate are {' and '.join(map(str, widths))}, not multiples of {BLOCK}"
+        elif any(width % WIDTH_UNIT for width in widths):
+            why = f"hidden and intermediate are {' and '.join(map(str, widths))}, not multiples of {WIDTH_UNIT}"
     if why or isinstance(form, str):
         raise InvalidArgument(f"{family} cannot run in FP8: {why}; register with experts='auto' for this model")
     return form

@@ -36,7 +36,7 @@ def register(
         experts: "auto" runs tokenloom's experts where they compute what the model's do, and the model's own
             elsewhere. "model" always runs the model's own. "fp8" runs ``MegaMoE``, for inference: weights are
             quantised at a layer's first call and kept beside the model's; those that are FP8 or four-bit already are
-            taken as they are. It needs ``max_tokens_per_rank``, and gated experts whose sizes are multiples of 128;
+            taken as they are. It needs ``max_tokens_per_rank``, and gated experts whose sizes are multiples of 16;
             other models are refused.
         max_tokens_per_rank: the most tokens of one call on one rank, where it is known. None: communicators grow with
             the batches.
