@@ -93,7 +93,7 @@ CLIENTS = (
       "compat.deep_gemm.mega:fp8_fp4_mega_moe", "tuple(recipe) != FP4_RECIPE or activation != 'swiglu'", "False",
       f"{GEMM_CALLS}a_fault_of_one_rank[{ON_TWO}check_wrong_four_bits]"),
     M("widths-that-are-padded", "names of deep_gemm take widths whose scales have no room in its buffer",
-      "compat.deep_gemm.mega:_check_widths", "or width % FP8_BLOCK", "or width % 16",
+      "compat.deep_gemm.mega:_check_widths", "width % FP8_BLOCK", "width % 16",
       f"{NAMES}widths_that_deep_gemm_has_not"),
     M("any-option-of-deep-gemm", "an option that deep_gemm's layer has not is ignored",
       "compat.deep_gemm.mega:_check_options", "value not in SERVED[name]", "False",
