@@ -50,6 +50,7 @@ PUBLIC = {
         "__version__",
         "clip_grad_norm_",
         "data_parallel",
+        "dequantize_four_bits",
         "dequantize_fp8",
         "gather_state_dict",
         "grouped_gemm_fp8",

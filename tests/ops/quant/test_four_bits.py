@@ -43,6 +43,29 @@ def random_codes(*shape: int) -> torch.Tensor:
     return torch.randint(0, 16, shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
+@pytest.mark.parametrize("values", TABLES)
+@pytest.mark.parametrize("nibbles", ["low_first", "high_first"])
+@pytest.mark.parametrize("by_group", [False, True])
+def test_wide_weights(by_group: bool, nibbles: str, values: str) -> None:
+    """Every code under every scale that bfloat16 has as a normal number, exactly."""
+    four_bits = tl.FourBits(values, nibbles=nibbles)
+    codes = torch.arange(16).repeat(16 * 2 * 32).view(2, 32, 256)
+    exponents = 3 + torch.arange(2 * 32 * 8).view(2, 32, 8).remainder(245)
+    w = packed(codes, four_bits)
+    found = tl.dequantize_four_bits(w.unflatten(-1, (-1, 16)) if by_group else w, exponents.to(torch.uint8), four_bits)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found.double(), values_of(codes, 2.0 ** (exponents.double() - 127), four_bits))
+
+
+def test_wide_weights_of_other_scales() -> None:
+    four_bits = tl.FourBits("int4", 128)
+    codes, scales = random_codes(1, 128, 256), torch.rand(1, 128, 2).half()
+    found = tl.dequantize_four_bits(packed(codes, four_bits), scales, four_bits, torch.float32)
+    assert torch.equal(found.double(), values_of(codes, scales, four_bits))
+    with pytest.raises(tl.ShapeMismatch, match=r"w_scales is \[1, 128, 1\], expected \[1, 128, 2\]"):
+        tl.dequantize_four_bits(packed(codes, four_bits), scales[..., :1], four_bits)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("nibbles", ["low_first", "high_first"])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])

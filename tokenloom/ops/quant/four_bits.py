@@ -107,6 +107,31 @@ def unpack_four_bits(packed: torch.Tensor, four_bits: FourBits) -> torch.Tensor:
     return torch.tensor(VALUES[four_bits.values], device=packed.device)[codes.int()]
 
 
+def dequantize_four_bits(
+    w: torch.Tensor, w_scales: torch.Tensor, four_bits: FourBits, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """Multiply four-bit weights by their scales in float32, then cast. Exact in bfloat16 for MXFP4.
+
+    Args:
+        w: uint8, int8 or int32 [E, N, K / n], n values in an item, or [E, N, K / group, group / n].
+        w_scales: [E, N, K / group] with the dtypes of ``weights_for``.
+        four_bits: how w holds the values, such as ``MXFP4``.
+        dtype: of the result.
+
+    Returns:
+        [E, N, K].
+
+    Raises:
+        ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
+    """
+    shape = check_four_bits("w", w, w_scales, four_bits)
+    found = torch.empty(shape, dtype=dtype, device=w.device)
+    for values, packed, of_groups in zip(found, w.detach(), w_scales.detach(), strict=True):  # one is wide at a time
+        wide = unpack_four_bits(packed.contiguous(), four_bits).flatten(1).unflatten(1, (-1, four_bits.group))
+        values.copy_((wide * widen_scales("w_scales", of_groups)[..., None]).flatten(1))
+    return found
+
+
 def encode_as_fp8(
     recipe: str, name: str, w: torch.Tensor, w_scales: torch.Tensor, four_bits: FourBits
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
