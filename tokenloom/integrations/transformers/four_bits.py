@@ -58,7 +58,7 @@ class PackedConfig(Mxfp4Config):
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
-        self.quant_method = METHOD  # type: ignore[assignment]  # an enumeration, of strings
+        vars(self)["quant_method"] = METHOD  # where transformers has an enumeration, of strings
 
 
 @register_quantizer(METHOD)
