@@ -58,7 +58,7 @@ class PackedConfig(Mxfp4Config):
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
-        vars(self)["quant_method"] = METHOD  # where transformers has an enumeration, of strings
+        self.__dict__["quant_method"] = METHOD  # where transformers has an enumeration, of strings
 
 
 @register_quantizer(METHOD)
