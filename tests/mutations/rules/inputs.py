@@ -90,7 +90,7 @@ CLIENTS = (
       "weights_for('block', *l1_weights, four_bits=type(MXFP4)(nibbles='high_first'), round_again=True)",
       "tests/compat/test_deep_gemm.py::test_four_bit_weights_become_fp8"),
     M("any-recipe-of-four-bits", "deep_gemm's call with four-bit weights takes any recipe",
-      "compat.deep_gemm.mega:fp8_fp4_mega_moe", "tuple(recipe) != FP4_RECIPE or activation != 'swiglu'", "False",
+      "compat.deep_gemm.mega:_check_recipe", "tuple(recipe) != served or activation != 'swiglu'", "False",
       f"{GEMM_CALLS}a_fault_of_one_rank[{ON_TWO}check_wrong_four_bits]"),
     M("widths-that-are-padded", "names of deep_gemm take widths whose scales have no room in its buffer",
       "compat.deep_gemm.mega:_check_widths", "width % FP8_BLOCK", "width % 16",

@@ -343,10 +343,7 @@ def fp8_fp4_mega_moe(
         TokenloomError: as in ``fp8_mega_moe``.
     """
     try:
-        if tuple(recipe) != FP4_RECIPE or activation != "swiglu":
-            raise InvalidArgument(
-                f"recipe is {recipe}, activation is {activation!r}; there are {FP4_RECIPE} and 'swiglu'"
-            )
+        _check_recipe(recipe, activation, FP4_RECIPE)
         for name, (weights, _) in (("w1", l1_weights), ("w2", l2_weights)):
             if weights.dtype in (torch.int8, torch.uint8):
                 raise DtypeMismatch(
@@ -369,13 +366,18 @@ def _rows_of_call(y: torch.Tensor, room: int, recipe: Recipe, activation: str, n
         given = list(y.shape) if isinstance(y, torch.Tensor) else a_type(y)
         raise ShapeMismatch(f"y is {given}, expected a tensor [M, H]")
     rows = len(y)
-    if tuple(recipe) != RECIPE or activation != "swiglu":
-        raise InvalidArgument(f"recipe is {recipe}, activation is {activation!r}; there are {RECIPE} and 'swiglu'")
+    _check_recipe(recipe, activation, RECIPE)
     if rows > room:
         raise ShapeMismatch(f"y has {rows} rows, the buffer has room for {room}")
     if num_tokens_bound is not None and not rows <= num_tokens_bound <= room:
         raise InvalidArgument(f"num_tokens_bound is {num_tokens_bound}, expected {rows} (rows of y) to {room}")
     return rows
+
+
+def _check_recipe(recipe: Recipe, activation: str, served: Recipe) -> None:
+    """Raise InvalidArgument unless a call has the recipe and the activation that there are."""
+    if tuple(recipe) != served or activation != "swiglu":
+        raise InvalidArgument(f"recipe is {recipe}, activation is {activation!r}; there are {served} and 'swiglu'")
 
 
 def _check_options(group: dist.ProcessGroup, **options: Any) -> None:

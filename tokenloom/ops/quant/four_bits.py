@@ -107,10 +107,15 @@ def unpack_four_bits(packed: torch.Tensor, four_bits: FourBits) -> torch.Tensor:
     return torch.tensor(VALUES[four_bits.values], device=packed.device)[codes.int()]
 
 
+def _in_groups(packed: torch.Tensor, four_bits: FourBits) -> torch.Tensor:
+    """Look up one expert's values, float32 [N, groups, group]."""
+    return unpack_four_bits(packed.contiguous(), four_bits).flatten(1).unflatten(1, (-1, four_bits.group))
+
+
 def dequantize_four_bits(
     w: torch.Tensor, w_scales: torch.Tensor, four_bits: FourBits, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
-    """Multiply four-bit weights by their scales in float32, then cast. Exact in bfloat16 for MXFP4.
+    """Multiply four-bit weights by their scales in float32, then cast. In bfloat16 this is exact for MXFP4.
 
     Args:
         w: uint8, int8 or int32 [E, N, K / n], n values in an item, or [E, N, K / group, group / n].
@@ -127,8 +132,8 @@ def dequantize_four_bits(
     shape = check_four_bits("w", w, w_scales, four_bits)
     found = torch.empty(shape, dtype=dtype, device=w.device)
     for values, packed, of_groups in zip(found, w.detach(), w_scales.detach(), strict=True):  # one is wide at a time
-        wide = unpack_four_bits(packed.contiguous(), four_bits).flatten(1).unflatten(1, (-1, four_bits.group))
-        values.copy_((wide * widen_scales("w_scales", of_groups)[..., None]).flatten(1))
+        wide = _in_groups(packed, four_bits) * widen_scales("w_scales", of_groups)[..., None]
+        values.copy_(wide.flatten(1))
     return found
 
 
@@ -155,7 +160,7 @@ def encode_as_fp8(
     by_powers = ((torch.frexp(scales).mantissa == 0.5) | (scales == 0)).flatten(1).all(1).cpu()
     counts, found = torch.zeros(2, dtype=torch.int64, device=w.device), []
     for packed, of_groups, exactly in zip(w.detach(), scales, by_powers, strict=True):
-        values = unpack_four_bits(packed.contiguous(), four_bits).flatten(1).unflatten(1, (-1, four_bits.group))
+        values = _in_groups(packed, four_bits)
         encode = _by_powers_of_two if exactly else _quantised
         codes, of_codes, rounded = encode(
             recipe, values, of_groups[..., None], max(map(abs, VALUES[four_bits.values]))
