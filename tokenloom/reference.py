@@ -525,8 +525,10 @@ def fused_layer(
         hidden = tokens[[t for t, _ in routes]] @ first.T
         hidden = hidden if w1_bias is None else hidden + w1_bias[e].cpu()
         activations = (_activated(hidden, activation, False) * factors).float()
-        quantised = quantize_fp8(activations, power_of_two_scales=power_of_two_scales or by_row)
-        y = _dequantized(*(_with_row_scales(*quantised) if by_row else quantised)) @ second.T
+        if by_row:
+            activations = activations.bfloat16()
+        quantised = quantize_fp8(activations, power_of_two_scales=power_of_two_scales or by_row, recipe=recipe)
+        y = _dequantized(*quantised) @ second.T
         y = y if w2_bias is None else y + factors * w2_bias[e].cpu()
         results |= dict(zip(routes, y.to(torch.bfloat16), strict=True))
     out = torch.zeros(tokens.shape, dtype=torch.bfloat16, device="cpu")
@@ -547,14 +549,6 @@ def _dequantized(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Multiply FP8 [N, K] in float64 by scales: of every 128 columns of each row, [N, K / 128], or of rows, [N]."""
     of_columns = scales.double()[:, None] if scales.dim() == 1 else scales.double().repeat_interleave(FP8_BLOCK, 1)
     return values.double() * of_columns[:, : values.shape[1]]
-
-
-def _with_row_scales(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rescale FP8 [N, K] with scales [N, K / 128], powers of two, to the largest scale of each row, [N]."""
-    largest = scales.amax(1)
-    products = _dequantized(values, scales / largest[:, None])
-    codes = _nearest_e4m3(products.nan_to_num(), _e4m3_values())
-    return torch.where(products.isnan(), 0x7F, codes).view(torch.float8_e4m3fn), largest
 
 
 def _activated(hidden: torch.Tensor, activation: Activation, interleaved: bool) -> torch.Tensor:

@@ -19,7 +19,7 @@ from tokenloom.inference.expert_memory import LINE, ExpertMemory
 from tokenloom.inference.mega_gemms import MegaGemms
 from tokenloom.inference.schedules import MegaSchedule, schedule_for
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.gemm.launch import TILE_ROWS, tile_places
+from tokenloom.kernels.gemm.launch import LEAST_STEP, tile_places
 from tokenloom.kernels.moe.launch import MOST_KEPT, PACK_WARPS
 from tokenloom.plan import FUNCTIONS
 
@@ -98,7 +98,7 @@ def same_call(launches: Launches) -> None:
     deadlines = [(each.fault, each.fault_claimed, each.timeout_ns) for each in (gemm1.deadline, gemm2.deadline)]
     assert deadlines == [(sent.call.fault, sent.call.fault_claimed, sent.call.timeout_ns)] * 2
     assert barrier.cleared == gemm1.begun == gemm2.begun == sent.begun, "it is 0 at first"
-    assert gemm2.rescaled == sent.begun + 4 * LINE, "and what is counted there, from 0 too"
+    assert gemm2.quantized == sent.begun + 4 * LINE, "and what is counted there, from 0 too"
     assert gemm1.stored == gemm2.stored == sent.begun + 4 * 2 * LINE
     assert barrier.num_cleared == 2 * LINE + tile_places(NUM_RANKS * 600 * TOP_K, LOCAL)
     assert gemm2.stored_by == 2 * 2 * (2 * INTERMEDIATE // 512), "two warps of two blocks for each pair of strips"
@@ -125,8 +125,8 @@ def test_each_call_tells_its_own_tensors(launches: Launches) -> None:
     assert launches["send_routes"].stats == 0
 
 
-def test_row_scales_lie_beside_those_of_tiles(launches: Launches) -> None:
-    """GEMM2 gives activations their scales, and multiplies by them."""
+def test_rows_that_are_quantised_in_place(launches: Launches) -> None:
+    """GEMM2 quantises what GEMM1 has stored, and multiplies by the scales that it finds."""
     layer = make_layer(recipe="row")
     w1, _, w2, _ = new_weights()
     layer.use_weights(w1, torch.ones(LOCAL, 2 * INTERMEDIATE), w2, torch.ones(LOCAL, HIDDEN))
@@ -135,11 +135,12 @@ def test_row_scales_lie_beside_those_of_tiles(launches: Launches) -> None:
         given = x if dtype == BF16 else (x, torch.ones(num_tokens))
         layer(given, torch.zeros(num_tokens, TOP_K, dtype=torch.int64), torch.ones(num_tokens, TOP_K))
         gemm1, gemm2 = launches["gemm1"], launches["gemm2"]
-        assert gemm1.shape["row_scales"] == gemm2.shape["row_scales"] == gemm1.shape["power_of_two"] == 1
+        assert gemm1.shape["row_scales"] == gemm2.shape["row_scales"] == 1
         assert launches["send_routes"].shape["row_scales"] == 1
-        assert (gemm2.a_values, gemm2.a_tile_scales) == (gemm1.out, gemm1.out_scales)
-        assert gemm2.a_scales == gemm2.a_row_scales != gemm2.a_tile_scales
-        assert 0 < gemm2.rescaled < gemm2.stored
+        assert gemm2.activations == gemm1.out
+        assert gemm2.a_scales == gemm2.activation_scales != 0
+        assert 0 < gemm2.quantized < gemm2.stored
+        assert gemm2.stored_by == 2 * 2 * (2 * INTERMEDIATE // 256)
 
 
 def test_each_gemm_counts_its_own_claims(launches: Launches) -> None:
@@ -282,7 +283,7 @@ def test_places_of_tiles() -> None:
     counts = [0, 1, 128, 129, 300, 0, 127, 1]
     places, begin = [], 0
     for expert, rows in enumerate(counts):
-        places += [row // TILE_ROWS + expert for row in range(begin, begin + rows, TILE_ROWS)]
+        places += [row // LEAST_STEP + expert for row in range(begin, begin + rows, LEAST_STEP)]
         begin += rows
     assert len(set(places)) == len(places)
     assert max(places) < tile_places(begin, len(counts))

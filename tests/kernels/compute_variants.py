@@ -10,7 +10,7 @@ import torch
 from tokenloom.kernels.activation.launch import ActivationVariant
 from tokenloom.kernels.bias.launch import BiasVariant
 from tokenloom.kernels.common import Variant, short_name
-from tokenloom.kernels.gemm.launch import Bf16Epilogue, GroupedGemmVariant, RescaleRowsVariant, SwigluFp8Epilogue
+from tokenloom.kernels.gemm.launch import Bf16Epilogue, GroupedGemmVariant, QuantizeRowsVariant, SwigluFp8Epilogue
 from tokenloom.kernels.moe.launch import Packing, PackTokensVariant, SendRoutesVariant, SumRoutesVariant
 from tokenloom.plan import FUNCTIONS, Plan
 
@@ -92,7 +92,7 @@ _VARIANTS: list[tuple[str, Variant]] = [
     ("gemm, row scales, scatters, wide", GroupedGemmVariant(2, 7168, 18432, scatters=8, claims=True, recipe="row")),
     ("gemm, row scales, smallest swiglu", GroupedGemmVariant(1, 256, 128, epilogue=ROW_SCALED, recipe="row")),
     ("gemm, row scales, slots", GroupedGemmVariant(7, 512, 384, slots=True, recipe="row")),
-    *((str(each), each) for each in (RescaleRowsVariant(2048), RescaleRowsVariant(18432, slots=True))),
+    *((str(each), each) for each in (QuantizeRowsVariant(2048), QuantizeRowsVariant(18432, slots=True))),
     # One block of K: a loop that is optimised away leaves wgmma unordered. Scales of such a K are copied by threads.
     ("gemm, smallest", GroupedGemmVariant(1, 128, 128)),
     ("gemm, smallest, swiglu", GroupedGemmVariant(1, 256, 128, epilogue=CLAMPED)),

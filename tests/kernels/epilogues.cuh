@@ -3,20 +3,23 @@
 #pragma once
 #include "device/roles/biased_bf16_epilogue.cuh"
 #include "device/roles/swiglu_fp8_epilogue.cuh"
+#include "device/roles/transposed_epilogue.cuh"
 
 struct EpiloguesArgs {
-    const float* sums;         // [128][256], of one tile
-    unsigned char* out;        // [128][bytes of a tile's row]
+    const float* sums;         // of one tile: [128][256], transposed [256][128]
+    unsigned char* out;        // [rows of a tile][bytes of a tile's row]
     float* scales;             // [rows, N / 256]
     const float* row_weights;  // [rows]
     const float* bias;         // [experts, N]
+    const float* row_scales;   // transposed: [rows]
+    const float* channel_scales;  // transposed: [experts, N]
     float clamp, alpha, up_offset;
     int32 expert, row, rows, column;  // the tile
 };
 
 template <class Epilogue>
 struct EpilogueShared {
-    Staging<Epilogue::kTileRowBytes> staging;
+    typename Epilogue::Staged staging;
     typename Epilogue::Shared epilogue;
 };
 
@@ -32,7 +35,7 @@ void run_epilogue(const EpiloguesArgs& args, const Epilogue& epilogue) {
     for (int i = 0; i < kChunks * 64; ++i) {
         const int row = first_row + thread / 32 * 16 + lane / 4 + (i & 2 ? 8 : 0);
         const int column = (first_half + i / 64) * kBlock + i % 64 / 4 * 8 + lane % 4 * 2 + i % 2;
-        sums[i / 64][i % 64] = args.sums[row * kTileColumns + column];
+        sums[i / 64][i % 64] = args.sums[row * kRowsOfB + column];
     }
     const Tile tile{args.expert, args.row, args.rows, args.column, kChunks != kHalves};
     epilogue.stage(shared.staging, shared.epilogue, sums, tile, 0, group, thread);
@@ -46,17 +49,48 @@ void run_epilogue(const EpiloguesArgs& args, const Epilogue& epilogue) {
     }
 }
 
+// Each warpgroup has its half of the columns, for all rows.
+template <class Epilogue>
+void run_transposed(const EpiloguesArgs& args, const Epilogue& epilogue) {
+    auto& shared = *reinterpret_cast<EpilogueShared<Epilogue>*>(emulated_shared());
+    const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads, lane = thread % 32;
+    if (threadIdx.x == 0) shared.staging.init(kStagingArrivals, 1);
+    __syncthreads();
+    float sums[Epilogue::kSums];
+    for (int i = 0; i < Epilogue::kSums; ++i) {
+        const int row = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        const int column = group * kGroupRows + thread / 32 * 16 + lane / 4 + (i & 2 ? 8 : 0);
+        sums[i] = args.sums[row * kRowsOfA + column];
+    }
+    const Tile tile{args.expert, args.row, args.rows, args.column, false};
+    epilogue.stage(shared.staging, shared.epilogue, epilogue.load(tile, group, thread), sums, tile, 0, group, thread);
+    mbarrier_wait(&shared.staging.full[group], 0);
+    constexpr int kBytes = Epilogue::Staged::kRowBytes;
+    for (int i = thread; i < tile.rows * kBytes; i += kGroupThreads)
+        args.out[i / kBytes * Epilogue::kTileRowBytes + group * kBytes + i % kBytes] =
+            shared.staging.rows[group][i / kBytes * kStagingPitch<kBytes> + i % kBytes];
+}
+
 template <class Shape>
 void epilogues(const EpiloguesArgs& args) {
-    constexpr int kChunks = Shape::halves ? 1 : kHalves;
-    if constexpr (Shape::swiglu && Shape::plain) {
-        run_epilogue<kChunks>(args, SwigluFp8Epilogue<Shape::n, Shape::clamped != 0, false, true>{
-                                        args.scales, args.row_weights, args.clamp});
+    constexpr int kChunks = Shape::halves ? 1 : kHalves, kN = Shape::n, kRows = kRowsOfB;
+    if constexpr (Shape::transposed && Shape::swiglu) {
+        using Form = LimitedForm<Shape::clamped != 0, GatedActivation<Shape::function, true, Shape::biased != 0>>;
+        run_transposed(args, TransposedActivationEpilogue<kN, kRows, Form>{
+                                 {args.row_scales, args.channel_scales, args.row_weights},
+                                 {args.clamp, {args.alpha, args.up_offset, args.bias}}});
+    } else if constexpr (Shape::transposed) {
+        run_transposed(args, TransposedBf16Epilogue<kN, kRows, Shape::biased != 0>{
+                                 {args.row_scales, args.channel_scales, args.row_weights}, args.bias});
+    } else if constexpr (Shape::swiglu && Shape::plain) {
+        using Form = LimitedForm<Shape::clamped != 0, PlainSwiglu<true>>;
+        run_epilogue<kChunks>(args,
+                              SwigluFp8Epilogue<Shape::n, false, Form>{args.scales, args.row_weights, {args.clamp}});
     } else if constexpr (Shape::swiglu) {
-        using Form = GatedActivation<Shape::function, true, Shape::biased != 0>;
-        run_epilogue<kChunks>(args, SwigluFp8Epilogue<Shape::n, Shape::clamped != 0, false, true, Form>{
-                                        args.scales, args.row_weights, args.clamp,
-                                        {args.alpha, args.up_offset, args.bias}});
+        using Form = LimitedForm<Shape::clamped != 0, GatedActivation<Shape::function, true, Shape::biased != 0>>;
+        run_epilogue<kChunks>(args, SwigluFp8Epilogue<Shape::n, false, Form>{
+                                        args.scales, args.row_weights,
+                                        {args.clamp, {args.alpha, args.up_offset, args.bias}}});
     } else if constexpr (Shape::biased) {
         run_epilogue<kChunks>(args, BiasedBf16Epilogue<Shape::n>{args.bias, args.row_weights});
     } else {

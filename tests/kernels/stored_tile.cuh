@@ -15,13 +15,13 @@ struct StoredTileArgs {
 
 template <class Epilogue>
 struct StoredTileShared {
-    Staging<Epilogue::kTileRowBytes> staging;
+    typename Epilogue::Staged staging;
     uint64 peers[1];
 };
 
 template <class Shape>
 void stored_tile(const StoredTileArgs& args) {
-    using Epilogue = Bf16Epilogue<kTileColumns>;
+    using Epilogue = Bf16Epilogue<kRowsOfB>;
     auto& [staging, peers] = *reinterpret_cast<StoredTileShared<Epilogue>*>(emulated_shared());
     const int group = threadIdx.x / kGroupThreads, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
@@ -29,7 +29,7 @@ void stored_tile(const StoredTileArgs& args) {
         peers[0] = args.peers[0];
     }
     __syncthreads();
-    const Tile tile{0, 0, kTileRows, 0, false, false};
+    const Tile tile{0, 0, kRowsOfA, 0, false, false};
     if (group == kGroups) {
         const uint64 offset = 0;
         const uint32 *homes = args.homes, *fault_claimed = args.fault_claimed;

@@ -12,9 +12,9 @@ from tests.ops.grouped_operands import assert_close, expected, operands
 from tests.support import emulator
 from tests.support.emulator.gemm import one_gpu
 from tokenloom.kernels.gemm import launch
-from tokenloom.kernels.gemm.launch import GroupedGemmVariant, RescaleRowsVariant, SwigluFp8Epilogue
+from tokenloom.kernels.gemm.launch import GroupedGemmVariant, QuantizeRowsVariant, SwigluFp8Epilogue
 from tokenloom.ops import gemm
-from tokenloom.ops.quant import dequantize_fp8
+from tokenloom.ops.quant import dequantize_fp8, quantize_fp8
 from tokenloom.plan import RECIPES, align_up
 
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
@@ -50,7 +50,7 @@ def test_tiles_that_are_claimed(name: str, recipe: str) -> None:
 @mostly_slow
 @pytest.mark.parametrize("claims", [False, True])
 def test_activations_with_a_scale_per_row(name: str, claims: bool) -> None:
-    """Each row ends with the largest scale that its tiles had, whichever cluster multiplied them."""
+    """Rounded to bfloat16 by whichever cluster multiplied them, then quantised as whole rows."""
     counts, n, k = CASES[name]
     n = 2 * align_up(n, 512)  # two pairs of tiles, which two clusters may take
     a, a_scales, w1, w1_scales, offsets = operands(counts, n, k, "cpu", recipe="row")
@@ -60,37 +60,38 @@ def test_activations_with_a_scale_per_row(name: str, claims: bool) -> None:
     kernel: Any = EmulatedKernel(
         GroupedGemmVariant(*w1.shape, epilogue=epilogue, claims=claims, recipe="row").spec(), 0
     )
-    rescale: Any = EmulatedKernel(RescaleRowsVariant(n // 2).spec(), 0)
-    claimed = torch.zeros(1, dtype=torch.int32)
-    tile_scales, row_scales = torch.full((rows, n // 256), torch.nan), torch.full((rows,), torch.nan)
+    quantize: Any = EmulatedKernel(QuantizeRowsVariant(n // 2).spec(), 0)
+    claimed, row_scales = torch.zeros(1, dtype=torch.int32), torch.full((rows,), torch.nan)
+    activations = torch.empty(rows, n // 2, dtype=torch.bfloat16)
     out = torch.empty(rows, n // 2, dtype=torch.float8_e4m3fn)
-    kernel.args.claimed, kernel.args.out_scales = claimed.data_ptr(), tile_scales.data_ptr()
+    kernel.args.claimed = claimed.data_ptr()
     with one_gpu():
-        gemm._launch(kernel, a, a_scales, w1, w1_scales, offsets, None, out)
-        gemm._launch_rescale(rescale, out, tile_scales, row_scales, offsets, None)
+        gemm._launch(kernel, a, a_scales, w1, w1_scales, offsets, None, activations)
+        gemm._launch_quantize(quantize, activations, out, row_scales, offsets, None)
     assert claimed == 0
-    if rows:
-        assert torch.equal(row_scales, tile_scales.amax(1))
-        assert (tile_scales < row_scales[:, None]).any(), "nothing was rescaled"
+    want_codes, want_scales = quantize_fp8(activations, power_of_two_scales=True, recipe="row")
+    assert torch.equal(row_scales, want_scales)
+    assert torch.equal(out.view(torch.uint8), want_codes.view(torch.uint8))
     for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
         gates, ups = gemm.separate_gate_and_up(expected(a[begin:end], a_scales[begin:end], w1, w1_scales, e).T[None])[
             0
         ].T.chunk(2, 1)
         want = torch.nn.functional.silu(gates) * ups
         got = dequantize_fp8(out[begin:end], row_scales[begin:end]).double()
-        limit = 2**-4 * want.abs() + (2**-9 * row_scales[begin:end, None]).double()
+        limit = (2**-4 + 2**-8) * want.abs() + (2**-9 * row_scales[begin:end, None]).double()
         assert ((got - want).abs() <= 1.01 * limit).all(), f"expert {e}"
 
 
-def test_windows() -> None:
+@pytest.mark.parametrize(("recipe", "apart"), [("block", 256), ("row", 512)])
+def test_windows(recipe: str, apart: int) -> None:
     """Window w of map n - 1 begins at row w of the matrix, and ends behind n rows. None reaches past the matrix."""
-    rows = torch.zeros(100, 256, dtype=torch.float8_e4m3fn)
+    rows = torch.zeros(100, apart, dtype=torch.float8_e4m3fn)[:, :256]
     with one_gpu():
-        maps = launch.row_windows(rows)
-    assert maps.shape == (launch.TILE_ROWS, 128)
+        maps = launch.row_windows(rows, recipe)
+    assert maps.shape == (launch.TILES[recipe][0], 128)
     for n, words in enumerate(maps.view(torch.int64).tolist(), start=1):
         windows = min(n, len(rows))
-        sizes, box, strides = [256, windows, 101 - windows], [launch.BLOCK, launch.A_BOX_ROWS], [256, 256]
+        sizes, box, strides = [256, windows, 101 - windows], [launch.BLOCK, launch.ROW_BOX], [apart, apart]
         assert words[:10] == [rows.data_ptr(), 1, *sizes, *box, 1, *strides], n
 
 

@@ -13,7 +13,8 @@ from tests.support import emulator
 from tokenloom import Activation
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.common import int32_fields, uint64_fields
-from tokenloom.kernels.gemm.launch import TILE_COLUMNS, TILE_ROWS, Bf16Epilogue
+from tokenloom.kernels.gemm.launch import TILES as TILE_SIZES
+from tokenloom.kernels.gemm.launch import Bf16Epilogue
 from tokenloom.ops.activation import apply_activation
 from tokenloom.ops.gemm import separate_gate_and_up, swiglu_epilogue
 from tokenloom.ops.quant import dequantize_fp8
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.skipif(not emulator.ON, reason="tests/support/emulator/
 EMULATED = True
 
 EXPERTS, EXPERT = 3, 1
+TILE_ROWS, TILE_COLUMNS = TILE_SIZES["block"]
 COLUMNS = 3 * 256
 SHARED_BYTES = 80 * 1024
 
@@ -30,7 +32,7 @@ class EpiloguesArgs(ctypes.Structure):
     """Mirror of EpiloguesArgs in epilogues.cuh."""
 
     _fields_ = [
-        *uint64_fields("sums", "out", "scales", "row_weights", "bias"),
+        *uint64_fields("sums", "out", "scales", "row_weights", "bias", "row_scales", "channel_scales"),
         ("clamp", ctypes.c_float),
         ("alpha", ctypes.c_float),
         ("up_offset", ctypes.c_float),
@@ -47,33 +49,41 @@ def run_epilogue(
     column: int,
     form: Activation | None = None,
     lost: int = 0,
+    transposed: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Staged bytes of a tile, what it was made of, and scales. In the first ``lost`` columns of a row sums are NaN."""
     generator = torch.Generator().manual_seed(rows + column)
-    sums = torch.randn(TILE_ROWS, TILE_COLUMNS, generator=generator) * 2
+    tile_rows, tile_columns = TILE_SIZES["row" if transposed else "block"]
+    sums = torch.randn(tile_rows, tile_columns, generator=generator) * 2
     sums[:, :lost] = torch.nan
     bias = torch.randn(EXPERTS, n, generator=generator)
     weights = torch.rand(row + rows, generator=generator) + 0.5
-    row_bytes = TILE_COLUMNS // 2 if shape["swiglu"] else 2 * TILE_COLUMNS
-    out = torch.zeros(TILE_ROWS, row_bytes, dtype=torch.uint8)
+    row_bytes = tile_columns // (1 if transposed else 2) if shape["swiglu"] else 2 * tile_columns
+    out = torch.zeros(tile_rows, row_bytes, dtype=torch.uint8)
+    row_scales = torch.rand(row + rows, generator=generator) + 0.5
+    channel_scales = torch.rand(EXPERTS, n, generator=generator) + 0.5
     scales = torch.full((row + rows, max(1, n // 256)), torch.nan)
     path = str(Path(__file__).with_name("epilogues.cuh"))
     kernel = make_kernel(
         KernelSpec(
             "epilogues",
             path,
-            tuple({**shape, "n": n, "halves": int(halves)}.items()),
+            tuple({**shape, "n": n, "halves": int(halves), "transposed": int(transposed)}.items()),
             EpiloguesArgs,
             256,
             shared_bytes=SHARED_BYTES,
         )
     )
     args, form = kernel.args, form or Activation()
-    for name, tensor in (("sums", sums), ("out", out), ("scales", scales), ("row_weights", weights), ("bias", bias)):
+    given = (sums, out, scales, weights, bias, row_scales, channel_scales)
+    for (name, _), tensor in zip(EpiloguesArgs._fields_, given, strict=False):
         setattr(args, name, tensor.data_ptr())
     args.clamp, args.alpha, args.up_offset = form.limit or 0.0, form.alpha, form.up_offset
     args.expert, args.row, args.rows, args.column = EXPERT, row, rows, column
     run(kernel, 1)
+    if transposed:
+        columns = channel_scales[EXPERT, column : column + tile_columns]
+        sums[:rows] *= row_scales[row:, None] * columns
     return out, sums, bias[EXPERT], weights[row:], scales[row:]
 
 
@@ -124,3 +134,35 @@ def test_bfloat16(biased: bool, n: int, column: int, tile: str) -> None:
     got = out.view(torch.bfloat16)[:rows, :width]
     # One rounding; the sum may be fused, and then lie on the other side of a tie.
     torch.testing.assert_close(got.float(), want, rtol=2**-8, atol=1e-6)
+
+
+TRANSPOSED = {"whole": (7, 256), "last rows": (0, 83), "one step": (5, 16), "one row": (3, 1)}
+each_transposed = pytest.mark.parametrize("tile", TRANSPOSED)
+
+
+@each_transposed
+@pytest.mark.parametrize("column", [0, 640])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", "swigluoai", "geglu", "reglu"])
+def test_transposed_activations(activation: str, biased: bool, column: int, tile: str) -> None:
+    """In bfloat16, with the scales of rows and channels applied before."""
+    (row, rows), form = TRANSPOSED[tile], Activation.of(activation)
+    shape = swiglu_epilogue(form, True, True, biased=biased).shape()
+    out, sums, bias, weights, _ = run_epilogue(shape, COLUMNS, False, row, rows, column, form, transposed=True)
+    hidden = sums[:rows] + bias[column : column + 128] if biased else sums[:rows]
+    want = apply_activation(separate_gate_and_up(hidden.T[None])[0].T, form) * weights[:, None]
+    got = out.view(torch.bfloat16)[:rows].float()
+    torch.testing.assert_close(got, want, rtol=2**-8, atol=1e-5)
+
+
+@each_transposed
+@pytest.mark.parametrize(("n", "column"), [(COLUMNS, 0), (COLUMNS, 640), (128, 0)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_transposed_bfloat16(biased: bool, n: int, column: int, tile: str) -> None:
+    row, rows = TRANSPOSED[tile]
+    shape = Bf16Epilogue(biased=biased).shape()
+    out, sums, bias, weights, _ = run_epilogue(shape, n, False, row, rows, column, transposed=True)
+    want = sums[:rows]
+    if biased:
+        want = want + weights[:, None] * bias[column : column + 128]
+    torch.testing.assert_close(out.view(torch.bfloat16)[:rows].float(), want, rtol=2**-8, atol=1e-5)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tokenloom.jit import compiler
-from tokenloom.kernels.gemm.launch import CLUSTER, TILE_COLUMNS, TILE_ROWS
+from tokenloom.kernels.gemm.launch import CLUSTER, LEAST_STEP, TILES
 
 CXX = shutil.which("c++") or shutil.which("g++")
 NUM_EXPERTS = 5
@@ -33,11 +33,11 @@ static int min(int a, int b) { return a < b ? a : b; }
 constexpr int kExperts = NUM_EXPERTS;
 
 // As all roles of all blocks see them.
-template <int kN, class Bounds>
+template <class Cut, class Bounds>
 void print_tiles(const Bounds& bounds, unsigned clusters) {
     gridDim.x = clusters * kClusterBlocks;
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-        for (ExpertTiles<kN, Bounds> tiles(bounds); tiles.next(0);) {
+        for (ExpertTiles<Cut, Bounds> tiles(bounds); tiles.next(0);) {
             const Tile tile = tiles.tile(blockIdx.x % kClusterBlocks);
             std::printf("%u %d %d %d %d %d\\n", blockIdx.x, tile.expert, tile.row, tile.rows, tile.column,
                         int(tile.halves));
@@ -45,19 +45,37 @@ void print_tiles(const Bounds& bounds, unsigned clusters) {
     }
 }
 
-template <class Bounds>
-int print_tiles(const Bounds& bounds, int n, unsigned clusters) {
+template <int kN>
+using Even128 = EvenCut<kN, 128>;
+template <int kN>
+using Even160 = EvenCut<kN, 160>;
+template <int kN>
+using Even256 = EvenCut<kN>;
+
+template <template <int> class Cut, class Bounds>
+int print_tiles_of(const Bounds& bounds, int n, unsigned clusters) {
     switch (n) {
 WIDTH_CASES
     }
     return 1;
 }
 
-// clusters, N, and either S and counts or -1 and offsets.
+template <class Bounds>
+int print_tiles(const Bounds& bounds, int n, unsigned clusters, int rows_by_row) {
+    switch (rows_by_row) {
+        case 128: return print_tiles_of<Even128>(bounds, n, clusters);
+        case 160: return print_tiles_of<Even160>(bounds, n, clusters);
+        case 256: return print_tiles_of<Even256>(bounds, n, clusters);
+        default: return print_tiles_of<FixedCut>(bounds, n, clusters);
+    }
+}
+
+// Rows of a tile of recipe "row", or 0; clusters, N, and either S and counts or -1 and offsets.
 int main(int argc, char** argv) {
     int numbers[kExperts + 1];
-    for (int i = 4; i < argc; ++i) numbers[i - 4] = std::atoi(argv[i]);
-    const int clusters = std::atoi(argv[1]), n = std::atoi(argv[2]), capacity = std::atoi(argv[3]);
+    for (int i = 5; i < argc; ++i) numbers[i - 5] = std::atoi(argv[i]);
+    const int by_row = std::atoi(argv[1]);
+    const int clusters = std::atoi(argv[2]), n = std::atoi(argv[3]), capacity = std::atoi(argv[4]);
     BoundsInSlots<kExperts> slots;
     BoundsByOffset<kExperts> rows;
     const int threads = 3;  // fewer than there are experts
@@ -65,7 +83,7 @@ int main(int argc, char** argv) {
         if (capacity >= 0) slots.fill(numbers, capacity, threads);
         else rows.fill(numbers, threads);
     }
-    return capacity >= 0 ? print_tiles(slots, n, clusters) : print_tiles(rows, n, clusters);
+    return capacity >= 0 ? print_tiles(slots, n, clusters, by_row) : print_tiles(rows, n, clusters, by_row);
 }
 """
 
@@ -74,7 +92,7 @@ int main(int argc, char** argv) {
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if CXX is None:
         pytest.skip("no C++ compiler on this machine")
-    cases = "\n".join(f"        case {n}: print_tiles<{n}>(bounds, clusters); return 0;" for n in WIDTHS)
+    cases = "\n".join(f"        case {n}: print_tiles<Cut<{n}>>(bounds, clusters); return 0;" for n in WIDTHS)
     folder = tmp_path_factory.mktemp("tiles")
     text = SOURCE.replace("NUM_EXPERTS", str(NUM_EXPERTS)).replace("WIDTH_CASES", cases)
     (folder / "tiles.cpp").write_text(text)
@@ -87,6 +105,8 @@ ROUTINGS = {
     "full experts": ([200] * 5, 200),
     "full experts, whole tiles": ([256] * 5, 256),
     "around tiles and halves": ([63, 64, 65, 128, 129], 300),
+    "around tiles that share": ([257, 384, 385, 512, 513], 600),
+    "many tiles": ([1000, 2311, 0, 768, 905], 2400),
     "empty experts first, between and last": ([0, 300, 0, 1, 0], 300),
     "one row": ([0, 0, 1, 0, 0], 1000),
     "all experts empty": ([0] * 5, 64),
@@ -95,9 +115,14 @@ ROUTINGS = {
 """Rows of each expert, and places."""
 
 
-def tiles_of(program: Path, clusters: int, n: int, *bounds: int) -> dict[int, list[tuple[int, ...]]]:
+def tiles_of(program: Path, rows_by_row: int, clusters: int, n: int, *bounds: int) -> dict[int, list[tuple[int, ...]]]:
     """For each block, (expert, row, rows, column, halves) of its tiles in order."""
-    done = subprocess.run([program, *map(str, (clusters, n, *bounds))], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [program, *map(str, (rows_by_row, clusters, n, *bounds))],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     found: dict[int, list[tuple[int, ...]]] = {block: [] for block in range(clusters * CLUSTER)}
     for line in done.stdout.splitlines():
         block, *tile = map(int, line.split())
@@ -105,39 +130,47 @@ def tiles_of(program: Path, clusters: int, n: int, *bounds: int) -> dict[int, li
     return found
 
 
-def check(program: Path, clusters: int, n: int, counts: list[int], begins: list[int], bounds: list[int]) -> None:
-    found = tiles_of(program, clusters, n, *bounds)
+def check(
+    program: Path, rows_by_row: int, clusters: int, n: int, counts: list[int], begins: list[int], bounds: list[int]
+) -> None:
+    found = tiles_of(program, rows_by_row, clusters, n, *bounds)
+    (most_rows, of_tile), places = TILES["row" if rows_by_row else "block"], dict[int, tuple[int, int]]()
+    most_rows = rows_by_row or most_rows
     covered = set()
     for block, tiles in found.items():
         neighbour = found[block ^ 1]
         assert [tile[:3] for tile in tiles] == [tile[:3] for tile in neighbour], "both blocks take the same rows"
         for expert, row, rows, column, halves in tiles:
-            assert 0 < rows <= TILE_ROWS
+            assert 0 < rows <= most_rows
+            assert places.setdefault(row // LEAST_STEP + expert, (expert, row)) == (expert, row), "two tiles' place"
+            if rows_by_row and counts[expert] > most_rows:
+                assert rows > most_rows // 2 - 16, "weights are loaded for few rows"
             assert begins[expert] <= row <= row + rows <= begins[expert] + counts[expert], "no rows but the expert's"
-            assert halves == (counts[expert] <= TILE_ROWS // 2)
-            assert column % TILE_COLUMNS == 0
+            assert halves == (not rows_by_row and counts[expert] <= most_rows // 2)
+            assert column % of_tile == 0
             for each in range(row, row + rows):
                 assert (expert, each, column) not in covered, "twice"
                 covered.add((expert, each, column))
-    columns = range(0, -(-n // (CLUSTER * TILE_COLUMNS)) * CLUSTER * TILE_COLUMNS, TILE_COLUMNS)
+    columns = range(0, -(-n // (CLUSTER * of_tile)) * CLUSTER * of_tile, of_tile)
     rows_of = {expert: range(begins[expert], begins[expert] + counts[expert]) for expert in range(NUM_EXPERTS)}
     assert covered == {(e, row, column) for e, rows in rows_of.items() for row in rows for column in columns}
 
 
+@pytest.mark.parametrize("rows_by_row", [0, 128, 160, 256])
 @pytest.mark.parametrize(("clusters", "n"), LAUNCHES)
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_tiles_cover_each_row_once(program: Path, name: str, clusters: int, n: int) -> None:
+def test_tiles_cover_each_row_once(program: Path, name: str, clusters: int, n: int, rows_by_row: int) -> None:
     """In slots and behind offsets: all rows of all experts, no others. An expert without rows has no tile, and weights
     are loaded for tiles only, so nobody reads its weights."""
     counts, capacity = ROUTINGS[name]
     everyone = range(NUM_EXPERTS)
-    check(program, clusters, n, counts, [e * capacity for e in everyone], [capacity, *counts])
+    check(program, rows_by_row, clusters, n, counts, [e * capacity for e in everyone], [capacity, *counts])
     offsets = [7 + sum(counts[:e]) for e in range(NUM_EXPERTS + 1)]
-    check(program, clusters, n, counts, offsets, [-1, *offsets])
+    check(program, rows_by_row, clusters, n, counts, offsets, [-1, *offsets])
 
 
 def test_a_count_above_the_places_stands_for_all_of_them(program: Path) -> None:
     """Otherwise rows of the next expert would be written twice, and memory behind the last one's places."""
     counts, capacity = [100, 64, 0, 100, 100], 100
     begins = [e * capacity for e in range(NUM_EXPERTS)]
-    check(program, 3, 256, counts, begins, [capacity, 101, 64, 0, 1 << 30, 4096])
+    check(program, 0, 3, 256, counts, begins, [capacity, 101, 64, 0, 1 << 30, 4096])

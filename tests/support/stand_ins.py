@@ -122,7 +122,7 @@ class StandIns:
         self._patch(kernel, "_function", lambda spec, index: 1)
         self._patch(kernel, "launch_function", lambda: self._launch)
         self._patch(mega_gemms, "operand_map", lambda *shape: kernel.TensorMap())
-        self._patch(mega_gemms, "row_windows", lambda rows: torch.empty(1))
+        self._patch(mega_gemms, "row_windows", lambda rows, recipe: torch.empty(1))
         self._patch(mega_gemms, "scale_map", lambda *shape: kernel.TensorMap())
         self._patch(backend, "usable_sms", lambda index: NUM_SMS)
         self._patch(backend, "SymmetricBuffer", Memory)

@@ -31,12 +31,12 @@ class ExpertMemory:
         num_local: experts on this rank, shared ones included.
         num_places: most rows that they can have.
         sizes: shape and dtype of each part.
-        counted: what is 0 before each call: ``begun``, shares of rows that are ``rescaled``, and ``stored`` tiles of
+        counted: what is 0 before each call: ``begun``, rows that are ``quantized``, and ``stored`` tiles of
             rows. The meeting sets it back.
         packed: own tokens as they are sent.
-        activations: [places, I].
-        activation_scales: [places, I / 128]; with recipe "row" those of tiles, from which rows get theirs.
-        row_scales: [places] with recipe "row", the scales of activations, else none.
+        activations: FP8 [places, I]. With recipe "row" they are bfloat16 first; FP8 values become the first half of
+            each row.
+        activation_scales: [places, I / 128], with recipe "row" [places].
     """
 
     offsets: torch.Tensor
@@ -44,18 +44,17 @@ class ExpertMemory:
     counted: torch.Tensor
     begun: torch.Tensor
     stored: torch.Tensor
-    rescaled: torch.Tensor
+    quantized: torch.Tensor
     met: torch.Tensor
     block_counts: torch.Tensor
     order: torch.Tensor
     packed: torch.Tensor
     activations: torch.Tensor
     activation_scales: torch.Tensor
-    row_scales: torch.Tensor
 
     def __init__(self, plan: Plan, intermediate: int, num_shared_experts: int, recipe: str) -> None:
-        self.num_local = plan.experts_per_rank + num_shared_experts
-        tokens = plan.max_tokens_per_rank
+        self.num_local, self._intermediate = plan.experts_per_rank + num_shared_experts, intermediate
+        tokens, by_row = plan.max_tokens_per_rank, recipe == "row"
         self.num_places = places = plan.worst_case_rows("expert") + num_shared_experts * tokens
         int32, float32 = torch.int32, torch.float32
         self.sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -66,10 +65,13 @@ class ExpertMemory:
             "block_counts": ((block_count_words(plan, MAX_BLOCKS),), int32),
             "order": ((tokens * plan.top_k, 4), int32),
             "packed": ((tokens, packed_bytes(plan.hidden, recipe)), torch.uint8),
-            "activations": ((places, intermediate), FP8),
-            "activation_scales": ((places, intermediate // BLOCK), float32),
-            "row_scales": ((places if recipe == "row" else 0,), float32),
+            "activations": ((places, intermediate), torch.bfloat16 if by_row else FP8),
+            "activation_scales": ((places,) if by_row else (places, intermediate // BLOCK), float32),
         }
+
+    def quantised_rows(self) -> torch.Tensor:
+        """Return FP8 [places, I], a view of ``activations``."""
+        return self.activations.view(FP8)[:, : self._intermediate]
 
     @property
     def num_bytes(self) -> int:
@@ -82,5 +84,5 @@ class ExpertMemory:
             for name, (shape, dtype) in self.sizes.items():
                 made = torch.zeros(shape, dtype=torch.uint8 if dtype == FP8 else dtype, device=device)
                 setattr(self, name, made.view(dtype))
-            self.begun, self.rescaled, self.stored = self.counted.split([LINE, LINE, len(self.counted) - 2 * LINE])
+            self.begun, self.quantized, self.stored = self.counted.split([LINE, LINE, len(self.counted) - 2 * LINE])
         keep_until_idle(self, device, *(getattr(self, name) for name in self.sizes))

@@ -11,8 +11,8 @@ from tokenloom.backends.peers.fused import FusedLayerCalls
 from tokenloom.inference.expert_memory import LINE, ExpertMemory
 from tokenloom.jit.kernel import Kernel, TensorMap
 from tokenloom.kernels.gemm.launch import (
-    B_BOX_ROWS,
     CLUSTER,
+    WEIGHT_BOX,
     Bf16Epilogue,
     GroupedGemmVariant,
     SwigluFp8Epilogue,
@@ -81,8 +81,8 @@ class MegaGemms:
     def use_weights(self, weights: tuple[torch.Tensor, ...], biases: Biases) -> None:
         """Use the checked ``MegaMoE.weights`` and ``MegaMoE.biases`` from the next call on."""
         w1, w1_scales, w2, w2_scales = weights
-        first_weights = (operand_map(w1, B_BOX_ROWS), w1_scales.data_ptr())
-        second_weights = (operand_map(w2, B_BOX_ROWS), w2_scales.data_ptr())
+        first_weights = (operand_map(w1, WEIGHT_BOX), w1_scales.data_ptr())
+        second_weights = (operand_map(w2, WEIGHT_BOX), w2_scales.data_ptr())
         self._choose(self._activation, biases)
         self.weights, self._first_weights, self._second_weights = weights, first_weights, second_weights
 
@@ -127,7 +127,10 @@ class MegaGemms:
         """
         memory, self._calls = self._memory, calls
         self._claimed = torch.zeros(2, LINE, dtype=torch.int32, device=self._device)
-        self._arriving, self._activations = row_windows(calls.rows), row_windows(memory.activations)
+        self._arriving, self._activations = (
+            row_windows(calls.rows, self._recipe),
+            row_windows(memory.quantised_rows(), self._recipe),
+        )
         keep_until_idle(self, self._device, self._claimed, self._arriving, self._activations)
         self._arriving_scales = self._scale_map(calls.row_scales, self._hidden)
         self._activation_scales = self._scale_map(memory.activation_scales, self._intermediate)
@@ -146,14 +149,13 @@ class MegaGemms:
         args.out, args.out_scales = memory.activations.data_ptr(), memory.activation_scales.data_ptr()
         args.b, args.b_scales = self._first_weights
         args = self._second.args
-        scales = memory.row_scales if self._recipe == "row" else memory.activation_scales
         args.a_scale_map = self._activation_scales
-        args.a_windows, args.a_scales = self._activations.data_ptr(), scales.data_ptr()
+        args.a_windows, args.a_scales = self._activations.data_ptr(), memory.activation_scales.data_ptr()
         args.row_homes, args.peers, args.results = calls.row_homes.data_ptr(), calls.peers, calls.results_offset
         args.row_weights, args.claimed = calls.row_weights.data_ptr(), self._claimed[1].data_ptr()
-        args.stored_by = warps_that_store(2 * self._intermediate)
-        args.a_values, args.a_tile_scales = memory.activations.data_ptr(), memory.activation_scales.data_ptr()
-        args.a_row_scales, args.rescaled = memory.row_scales.data_ptr(), memory.rescaled.data_ptr()
+        args.stored_by = warps_that_store(2 * self._intermediate, self._recipe)
+        args.activations, args.activation_scales = memory.activations.data_ptr(), memory.activation_scales.data_ptr()
+        args.quantized = memory.quantized.data_ptr()
         args.b, args.b_scales = self._second_weights
         for gemm in (self._first, self._second):
             gemm.args.offsets, gemm.args.stored = memory.offsets.data_ptr(), memory.stored.data_ptr()

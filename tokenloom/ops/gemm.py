@@ -23,26 +23,26 @@ from tokenloom.errors import (
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.common import HOPPER, spec_of
 from tokenloom.kernels.gemm.launch import (
-    A_BOX_ROWS,
-    B_BOX_ROWS,
     BLOCK,
     CLUSTER,
-    RESCALE_THREADS,
+    QUANTIZE_THREADS,
+    ROW_BOX,
+    WEIGHT_BOX,
     Bf16Epilogue,
     GroupedGemmArgs,
     GroupedGemmVariant,
-    RescaleRowsVariant,
+    QuantizeRowsVariant,
     SwigluFp8Epilogue,
     operand_map,
     scale_map,
     wide_scales,
 )
 from tokenloom.ops.activation import apply_activation
-from tokenloom.ops.quant import dequantize_fp8, quantize_fp8, require_recipe, share_row_scales
+from tokenloom.ops.quant import dequantize_fp8, quantize_fp8, require_recipe
 from tokenloom.plan import SWIGLU, Activation
 
 ALIGNMENT_BYTES = 16
-RESCALE_BLOCKS = 8
+QUANTIZE_BLOCKS = 8
 """Blocks of an SM that give rows one scale: all of its warps, whose loads hide each other."""
 INTERLEAVED_ROWS = 8
 """Rows of gates, then as many rows of ups, that take turns in the weights of a fused SwiGLU."""
@@ -148,8 +148,7 @@ def grouped_swiglu_fp8(
     Rows, sums and devices are those of ``grouped_gemm_fp8``. Sums stay in float32 until the result is quantised as in
     ``quantize_fp8``.
 
-    Recipe "row": each 128 values are quantised with a power of two as their scale. Then a row's largest scale becomes
-    that of all its values, and their codes are rescaled. A value below 2^-6 times its scale is so rounded twice.
+    Recipe "row": activations are rounded to bfloat16, and then quantised with one scale for each row, a power of two.
 
     Args:
         a: float8_e4m3fn [R, K] or [E, S, K], contiguous.
@@ -188,11 +187,10 @@ def grouped_swiglu_fp8(
     form = gated_activation(activation, clamp, "clamp")
     _check_bias(bias, w1, a)
     width = w1.shape[1] // 2
-    out = a.new_empty(*a.shape[:-1], width)
     by_row, rows = recipe == "row", a.shape[:-1]
+    out = a.new_empty(*rows, width)
+    out_scales = a.new_empty(rows if by_row else (*rows, width // BLOCK), dtype=torch.float32)
     power_of_two_scales |= by_row
-    out_scales = a.new_empty(*rows, width // BLOCK, dtype=torch.float32)
-    row_scales = a.new_empty(rows, dtype=torch.float32) if by_row else None
     if a.is_cpu:
         w1 = separate_gate_and_up(w1)
         if by_row:
@@ -203,12 +201,12 @@ def grouped_swiglu_fp8(
                 activations = apply_activation(sums if plain_bias is None else sums + plain_bias[e], form)
                 if row_weights is not None:
                     activations = activations * row_weights.flatten()[own, None]
-                q, scales = quantize_fp8(activations, power_of_two_scales=power_of_two_scales)
-                if row_scales is None:
-                    out.flatten(0, -2)[own], out_scales.flatten(0, -2)[own] = q, scales
-                else:
-                    out.flatten(0, -2)[own], row_scales.flatten()[own] = share_row_scales(q, scales)
-        return out, out_scales if row_scales is None else row_scales
+                if by_row:
+                    activations = activations.bfloat16()
+                q, scales = quantize_fp8(activations, power_of_two_scales=power_of_two_scales, recipe=recipe)
+                out.flatten(0, -2)[own] = q
+                out_scales.flatten(0, len(rows) - 1)[own] = scales
+        return out, out_scales
     epilogue = swiglu_epilogue(form, power_of_two_scales, fast_math, biased=bias is not None)
     variant = GroupedGemmVariant(*w1.shape, epilogue=epilogue, slots=expert_counts is not None, recipe=recipe)
     kernel = Kernel(spec_of(variant), a.device.index)
@@ -216,12 +214,12 @@ def grouped_swiglu_fp8(
     kernel.args.row_weights = 0 if row_weights is None else row_weights.data_ptr()
     kernel.args.bias = 0 if bias is None else bias.data_ptr()
     tell_activation(kernel.args, form)
-    _launch(kernel, a, a_scales, w1, w1_scales, expert_offsets, expert_counts, out)
-    if row_scales is None:
-        return out, out_scales
-    rescale = Kernel(spec_of(RescaleRowsVariant(width, slots=expert_counts is not None)), a.device.index)
-    _launch_rescale(rescale, out, out_scales, row_scales, expert_offsets, expert_counts)
-    return out, row_scales
+    activations = out.new_empty(out.shape, dtype=torch.bfloat16) if by_row else out
+    _launch(kernel, a, a_scales, w1, w1_scales, expert_offsets, expert_counts, activations)
+    if by_row:
+        quantize = Kernel(spec_of(QuantizeRowsVariant(width, slots=expert_counts is not None)), a.device.index)
+        _launch_quantize(quantize, activations, out, out_scales, expert_offsets, expert_counts)
+    return out, out_scales
 
 
 def interleave_gate_and_up(w1: torch.Tensor) -> torch.Tensor:
@@ -269,7 +267,7 @@ def _launch(
     if a.numel() == 0:
         return
     args = kernel.args
-    args.a, args.b = operand_map(a.flatten(0, -2), A_BOX_ROWS), operand_map(b, B_BOX_ROWS)
+    args.a, args.b = operand_map(a.flatten(0, -2), ROW_BOX), operand_map(b, WEIGHT_BOX)
     if a_scales.dim() == a.dim() and wide_scales(a.shape[-1]):
         args.a_scale_map = scale_map(a_scales.flatten(0, -2))
     args.a_scales, args.b_scales = a_scales.data_ptr(), b_scales.data_ptr()
@@ -282,25 +280,25 @@ def _launch(
     kernel.launch(sms // CLUSTER * CLUSTER, torch.cuda.current_stream(a.device).cuda_stream)
 
 
-def _launch_rescale(
+def _launch_quantize(
     kernel: Kernel,
+    rows: torch.Tensor,
     values: torch.Tensor,
-    tile_scales: torch.Tensor,
-    row_scales: torch.Tensor,
+    scales: torch.Tensor,
     expert_offsets: torch.Tensor | None,
     expert_counts: torch.Tensor | None,
 ) -> None:
-    num_rows, args = row_scales.numel(), kernel.args
+    num_rows, args = scales.numel(), kernel.args
     if num_rows == 0:
         return
-    args.values, args.tile_scales, args.row_scales = (each.data_ptr() for each in (values, tile_scales, row_scales))
+    args.rows, args.values, args.scales = (each.data_ptr() for each in (rows, values, scales))
     args.num_rows = num_rows
     if expert_offsets is not None:
         args.offsets, args.num_experts = expert_offsets.data_ptr(), len(expert_offsets) - 1
     if expert_counts is not None:
         args.counts, args.num_experts, args.capacity = expert_counts.data_ptr(), len(expert_counts), values.shape[1]
     sms = torch.cuda.get_device_properties(values.device).multi_processor_count
-    blocks = min(-(-num_rows * 32 // RESCALE_THREADS), sms * RESCALE_BLOCKS)
+    blocks = min(-(-num_rows * 32 // QUANTIZE_THREADS), sms * QUANTIZE_BLOCKS)
     kernel.launch(blocks, torch.cuda.current_stream(values.device).cuda_stream)
 
 

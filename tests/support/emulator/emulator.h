@@ -205,20 +205,3 @@ inline unsigned ptx_cvt_rn_f16x2_f32(float high, float low) {
 inline uint16_t ptx_cvt_rn_satfinite_e4m3x2_f32(float high, float low) {
     return static_cast<uint16_t>(emulated_e4m3(high) << 8 | emulated_e4m3(low));
 }
-inline float emulated_from_e4m3(unsigned code) {
-    const unsigned exponent = code >> 3 & 15, fraction = code & 7;
-    if ((code & 0x7f) == 0x7f) return NAN;
-    const float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
-                                          : std::ldexp(static_cast<float>(fraction | 8), static_cast<int>(exponent) - 10);
-    return code & 0x80 ? -magnitude : magnitude;
-}
-inline unsigned ptx_cvt_rn_f16x2_e4m3x2(uint16_t codes) {
-    return ptx_cvt_rn_f16x2_f32(emulated_from_e4m3(codes >> 8), emulated_from_e4m3(codes & 0xff));
-}
-inline unsigned ptx_mul_rn_f16x2(unsigned a, unsigned b) {
-    return ptx_cvt_rn_f16x2_f32(ptx_cvt_f32_f16(a >> 16) * ptx_cvt_f32_f16(b >> 16),
-                                ptx_cvt_f32_f16(a & 0xffff) * ptx_cvt_f32_f16(b & 0xffff));
-}
-inline uint16_t ptx_cvt_rn_satfinite_e4m3x2_f16x2(unsigned values) {
-    return ptx_cvt_rn_satfinite_e4m3x2_f32(ptx_cvt_f32_f16(values >> 16), ptx_cvt_f32_f16(values & 0xffff));
-}

@@ -45,54 +45,99 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], uint32 a, uint32 b, i
         : "r"(a), "r"(b), "r"(accumulate), "n"(kWgmmaTileHigh));
 }
 
-// D[64, 256] += A[64, 32] * B[256, 32]^T. D is two halves of the columns, as two products of 128 leave them.
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[2][64], uint32 a, uint32 b) {
-    asm volatile(
-        "{\n"
-        ".reg .b64 a, b;\n"
-        "mov.b64 a, {%128, %130};\n"
-        "mov.b64 b, {%129, %130};\n"
-        "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-        "a, b, 1, 1, 1;\n"
-        "}\n"
-        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[0][4]), "+f"(d[0][5]),
-          "+f"(d[0][6]), "+f"(d[0][7]), "+f"(d[0][8]), "+f"(d[0][9]), "+f"(d[0][10]), "+f"(d[0][11]),
-          "+f"(d[0][12]), "+f"(d[0][13]), "+f"(d[0][14]), "+f"(d[0][15]), "+f"(d[0][16]), "+f"(d[0][17]),
-          "+f"(d[0][18]), "+f"(d[0][19]), "+f"(d[0][20]), "+f"(d[0][21]), "+f"(d[0][22]), "+f"(d[0][23]),
-          "+f"(d[0][24]), "+f"(d[0][25]), "+f"(d[0][26]), "+f"(d[0][27]), "+f"(d[0][28]), "+f"(d[0][29]),
-          "+f"(d[0][30]), "+f"(d[0][31]), "+f"(d[0][32]), "+f"(d[0][33]), "+f"(d[0][34]), "+f"(d[0][35]),
-          "+f"(d[0][36]), "+f"(d[0][37]), "+f"(d[0][38]), "+f"(d[0][39]), "+f"(d[0][40]), "+f"(d[0][41]),
-          "+f"(d[0][42]), "+f"(d[0][43]), "+f"(d[0][44]), "+f"(d[0][45]), "+f"(d[0][46]), "+f"(d[0][47]),
-          "+f"(d[0][48]), "+f"(d[0][49]), "+f"(d[0][50]), "+f"(d[0][51]), "+f"(d[0][52]), "+f"(d[0][53]),
-          "+f"(d[0][54]), "+f"(d[0][55]), "+f"(d[0][56]), "+f"(d[0][57]), "+f"(d[0][58]), "+f"(d[0][59]),
-          "+f"(d[0][60]), "+f"(d[0][61]), "+f"(d[0][62]), "+f"(d[0][63]), "+f"(d[1][0]), "+f"(d[1][1]),
-          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[1][4]), "+f"(d[1][5]), "+f"(d[1][6]), "+f"(d[1][7]),
-          "+f"(d[1][8]), "+f"(d[1][9]), "+f"(d[1][10]), "+f"(d[1][11]), "+f"(d[1][12]), "+f"(d[1][13]),
-          "+f"(d[1][14]), "+f"(d[1][15]), "+f"(d[1][16]), "+f"(d[1][17]), "+f"(d[1][18]), "+f"(d[1][19]),
-          "+f"(d[1][20]), "+f"(d[1][21]), "+f"(d[1][22]), "+f"(d[1][23]), "+f"(d[1][24]), "+f"(d[1][25]),
-          "+f"(d[1][26]), "+f"(d[1][27]), "+f"(d[1][28]), "+f"(d[1][29]), "+f"(d[1][30]), "+f"(d[1][31]),
-          "+f"(d[1][32]), "+f"(d[1][33]), "+f"(d[1][34]), "+f"(d[1][35]), "+f"(d[1][36]), "+f"(d[1][37]),
-          "+f"(d[1][38]), "+f"(d[1][39]), "+f"(d[1][40]), "+f"(d[1][41]), "+f"(d[1][42]), "+f"(d[1][43]),
-          "+f"(d[1][44]), "+f"(d[1][45]), "+f"(d[1][46]), "+f"(d[1][47]), "+f"(d[1][48]), "+f"(d[1][49]),
-          "+f"(d[1][50]), "+f"(d[1][51]), "+f"(d[1][52]), "+f"(d[1][53]), "+f"(d[1][54]), "+f"(d[1][55]),
-          "+f"(d[1][56]), "+f"(d[1][57]), "+f"(d[1][58]), "+f"(d[1][59]), "+f"(d[1][60]), "+f"(d[1][61]),
-          "+f"(d[1][62]), "+f"(d[1][63])
-        : "r"(a), "r"(b), "n"(kWgmmaTileHigh));
-}
+// D[64, kColumns] += A[64, 32] * B[kColumns, 32]^T, in the first kColumns / 2 registers of D, for multiples of 16 columns.
+//
+// An instruction names its registers one by one. These macros say the names of the first n registers, 8 at a time, and
+// bind them.
+template <int kColumns>
+struct ProductOf;
+
+#define REGISTERS_1 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define REGISTERS_2 REGISTERS_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define REGISTERS_3 REGISTERS_2 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define REGISTERS_4 REGISTERS_3 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS_5 REGISTERS_4 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define REGISTERS_6 REGISTERS_5 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define REGISTERS_7 REGISTERS_6 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define REGISTERS_8 REGISTERS_7 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGISTERS_9 REGISTERS_8 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define REGISTERS_10 REGISTERS_9 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define REGISTERS_11 REGISTERS_10 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define REGISTERS_12 REGISTERS_11 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define REGISTERS_13 REGISTERS_12 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define REGISTERS_14 REGISTERS_13 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define REGISTERS_15 REGISTERS_14 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define REGISTERS_16 REGISTERS_15 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define BOUND(i) \
+    "+f"(d[8 * i]), "+f"(d[8 * i + 1]), "+f"(d[8 * i + 2]), "+f"(d[8 * i + 3]), "+f"(d[8 * i + 4]), \
+    "+f"(d[8 * i + 5]), "+f"(d[8 * i + 6]), "+f"(d[8 * i + 7])
+#define BOUND_1 BOUND(0)
+#define BOUND_2 BOUND_1, BOUND(1)
+#define BOUND_3 BOUND_2, BOUND(2)
+#define BOUND_4 BOUND_3, BOUND(3)
+#define BOUND_5 BOUND_4, BOUND(4)
+#define BOUND_6 BOUND_5, BOUND(5)
+#define BOUND_7 BOUND_6, BOUND(6)
+#define BOUND_8 BOUND_7, BOUND(7)
+#define BOUND_9 BOUND_8, BOUND(8)
+#define BOUND_10 BOUND_9, BOUND(9)
+#define BOUND_11 BOUND_10, BOUND(10)
+#define BOUND_12 BOUND_11, BOUND(11)
+#define BOUND_13 BOUND_12, BOUND(12)
+#define BOUND_14 BOUND_13, BOUND(13)
+#define BOUND_15 BOUND_14, BOUND(14)
+#define BOUND_16 BOUND_15, BOUND(15)
+// a, b, high: how the operands that follow the registers are named.
+#define PRODUCT(columns, groups, a, b, high)                                                        \
+    template <>                                                                                    \
+    struct ProductOf<columns> {                                                                    \
+        template <int kRegisters>                                                                  \
+        static __device__ __forceinline__ void add(float (&d)[kRegisters], uint32 rows, uint32 others) { \
+            static_assert(kRegisters >= columns / 2, "room for the product");                      \
+            asm volatile("{\n.reg .b64 a, b;\n"                                                    \
+                         "mov.b64 a, {" a ", " high "};\nmov.b64 b, {" b ", " high "};\n"          \
+                         "wgmma.mma_async.sync.aligned.m64n" #columns "k32.f32.e4m3.e4m3 {"        \
+                         REGISTERS_##groups "}, a, b, 1, 1, 1;\n}\n"                               \
+                         : BOUND_##groups                                                          \
+                         : "r"(rows), "r"(others), "n"(kWgmmaTileHigh));                           \
+        }                                                                                          \
+    };
+PRODUCT(16, 1, "%8", "%9", "%10")
+PRODUCT(32, 2, "%16", "%17", "%18")
+PRODUCT(48, 3, "%24", "%25", "%26")
+PRODUCT(64, 4, "%32", "%33", "%34")
+PRODUCT(80, 5, "%40", "%41", "%42")
+PRODUCT(96, 6, "%48", "%49", "%50")
+PRODUCT(112, 7, "%56", "%57", "%58")
+PRODUCT(128, 8, "%64", "%65", "%66")
+PRODUCT(144, 9, "%72", "%73", "%74")
+PRODUCT(160, 10, "%80", "%81", "%82")
+PRODUCT(176, 11, "%88", "%89", "%90")
+PRODUCT(192, 12, "%96", "%97", "%98")
+PRODUCT(208, 13, "%104", "%105", "%106")
+PRODUCT(224, 14, "%112", "%113", "%114")
+PRODUCT(240, 15, "%120", "%121", "%122")
+PRODUCT(256, 16, "%128", "%129", "%130")
+#undef PRODUCT
 
 // Four 8 x 8 matrices of 16-bit values to shared memory. Lane l has values {2 * (l % 4), + 1} of row l / 4 of each, and
 // gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices(void* row, uint32 m0, uint32 m1, uint32 m2, uint32 m3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                      shared_address(row)),
+                 "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+                 : "memory");
+}
+
+// The same, transposed: lane l has values {2 * (l % 4), + 1} of column l / 4 of each, and gives the address of a row as
+// above. Of two matrices, lanes 0 to 15 do.
+__device__ __forceinline__ void store_transposed(void* row, uint32 m0, uint32 m1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(row)), "r"(m0),
+                 "r"(m1)
+                 : "memory");
+}
+__device__ __forceinline__ void store_transposed(void* row, uint32 m0, uint32 m1, uint32 m2, uint32 m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
                  "r"(m0), "r"(m1), "r"(m2), "r"(m3)
                  : "memory");
 }

@@ -94,26 +94,14 @@ struct RowsToHomes {
     const uint32* const& fault_claimed;
     const int64 row_bytes;
 
-    // Each lane finds one of the rows that its warp stores.
-    struct Rows {
-        uint64 own;
-
-        template <int kStep>
-        __device__ __forceinline__ unsigned char* row(int number) const {
-            return reinterpret_cast<unsigned char*>(__shfl_sync(~0u, own, number / kStep));
-        }
-    };
-
     // After a wait of this rank has expired, homes may be of other calls. All lanes hear the same.
     __device__ __forceinline__ bool is_safe() const {
         return __shfl_sync(~0u, load_relaxed_sys(fault_claimed), 0) == 0;
     }
 
-    template <int kStep>
-    __device__ __forceinline__ Rows rows(int64 begin, int first, int count, int lane) const {
-        const int number = first + lane * kStep;
-        if (number >= count) return {0};
-        const uint32 home = homes[begin + number], row = home & ((1u << kHomeRowBits) - 1);
-        return {peers[home >> kHomeRowBits] + offset + row * row_bytes};
+    __device__ __forceinline__ uint32 place_of(int64 row) const { return homes[row]; }
+    __device__ __forceinline__ unsigned char* row(uint32 own, int64, int number) const {
+        const uint32 home = __shfl_sync(~0u, own, number), row = home & ((1u << kHomeRowBits) - 1);
+        return reinterpret_cast<unsigned char*>(peers[home >> kHomeRowBits] + offset + row * row_bytes);
     }
 };

@@ -4,7 +4,9 @@
 //
 //   Columns          the order of the weights' columns that it expects (weights.cuh)
 //   kRowBytes        bytes of a row of the output
-//   kTileRowBytes    of them, those of one tile
+//   kTileRowBytes    of them, those of one tile, which has kTileColumns before the epilogue
+//   Staged           the Staging that it needs
+//   kTransposed      each warpgroup stages its half of the columns of all rows, see transposed_epilogue.cuh
 //   kUnrolled        blocks of K that the main loop can unroll beside it without spilling
 //   Shared           what it keeps in shared memory, apart from what it stages
 //   stage(staging, shared, sums, tile, number, group, thread)
@@ -20,16 +22,17 @@
 template <int kN>
 struct Bf16Epilogue {
     using Columns = ColumnsInOrder;
-    static constexpr int kTileRowBytes = kTileColumns * 2;
+    static constexpr bool kTransposed = false;
+    static constexpr int kTileColumns = kRowsOfB, kTileRowBytes = kTileColumns * 2;
+    using Staged = Staging<kGroupRows, kTileRowBytes>;
     static constexpr int64 kRowBytes = static_cast<int64>(kN) * 2;
     static constexpr int kUnrolled = 8;
     struct Shared {};
 
-    template <class Staging, int kChunks>
-    __device__ __forceinline__ void stage(Staging& staging, Shared&, const float (&sums)[kChunks][64],
+    template <int kChunks>
+    __device__ __forceinline__ void stage(Staged& staging, Shared&, const float (&sums)[kChunks][64],
                                           const Tile&, uint32 number, int group, int thread) const {
         constexpr int kPitch = kStagingPitch<kTileRowBytes>;
-        static_assert(kTileRowBytes <= Staging::kRowBytes, "rows fit");
         const int lane = thread % 32;
         unsigned char* to = staging.rows[group] + (thread / 32 * 16 + lane % 16) * kPitch + lane / 16 * 16 +
                             first_byte<kChunks>(kTileRowBytes, group);

@@ -8,7 +8,10 @@ struct BiasedBf16Epilogue {
     using Plain = Bf16Epilogue<kN>;
     using Columns = typename Plain::Columns;
     using Shared = typename Plain::Shared;
-    static constexpr int kTileRowBytes = Plain::kTileRowBytes, kUnrolled = Plain::kUnrolled;
+    using Staged = typename Plain::Staged;
+    static constexpr bool kTransposed = Plain::kTransposed;
+    static constexpr int kTileColumns = Plain::kTileColumns, kTileRowBytes = Plain::kTileRowBytes;
+    static constexpr int kUnrolled = Plain::kUnrolled;
     static constexpr int64 kRowBytes = Plain::kRowBytes;
     const float* const& bias;     // [E, N]
     const float* const& weights;  // [rows], or null for ones
@@ -17,8 +20,8 @@ struct BiasedBf16Epilogue {
         return weights != nullptr && row < tile.rows ? weights[tile.row + row] : 1.0f;
     }
 
-    template <class Staging, int kChunks>
-    __device__ __forceinline__ void stage(Staging& staging, Shared& shared, float (&sums)[kChunks][64],
+    template <int kChunks>
+    __device__ __forceinline__ void stage(Staged& staging, Shared& shared, float (&sums)[kChunks][64],
                                           const Tile& tile, uint32 number, int group, int thread) const {
         const int lane = thread % 32, first = kChunks == kHalves ? 0 : group;
         const int row = (kChunks == kHalves ? group * kGroupRows : 0) + thread / 32 * 16 + lane / 4;

@@ -29,7 +29,7 @@ struct TileBoard {
 };
 
 // What a role is told. kOneThread: the role is one thread; else all lanes of its warps take part.
-template <int kN, class Bounds, bool kOneThread = false>
+template <class Cut, class Bounds, bool kOneThread = false>
 struct ToldTiles {
     TileBoard& board;
     const Bounds& bounds;
@@ -57,17 +57,17 @@ struct ToldTiles {
     }
 
     __device__ __forceinline__ Tile tile(int32 block) const {
-        return tile_of<kN>(bounds, board.expert[slot()], board.pair[slot()], block);
+        return tile_of<Cut>(bounds, board.expert[slot()], board.pair[slot()], block);
     }
 
     __device__ __forceinline__ void forget() { asm volatile("" : "+r"(number)); }
 };
 
 // Of the loading thread.
-template <int kN, class Bounds>
+template <class Cut, class Bounds>
 struct ClaimingTiles {
     static constexpr int kClaims = 6, kTells = 2;  // so many blocks of K before a tile's end, if it has as many
-    ToldTiles<kN, Bounds, true> told;
+    ToldTiles<Cut, Bounds, true> told;
     uint32* claimed;  // claims of all clusters; 0 before the launch, and behind it
     int32 block, expert = 0;
     int32 passed = 0;    // pairs of the experts before
@@ -106,7 +106,7 @@ struct ClaimingTiles {
     __device__ __forceinline__ bool tell(uint32 number, uint32 place) {
         TileBoard& board = told.board;
         for (; expert < Bounds::kExperts; ++expert) {
-            const int32 pairs = row_tiles_of(told.bounds, expert) * kStripPairs<kN>;
+            const int32 pairs = pairs_of<Cut>(told.bounds, expert);
             if (place < static_cast<uint32>(passed + pairs)) break;
             passed += pairs;
         }

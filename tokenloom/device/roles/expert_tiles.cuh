@@ -1,8 +1,8 @@
 // A tile source for rows that are grouped by expert. Tiles are counted on the device, from the rows of each expert.
 //
-// Both blocks of a cluster take the same rows, up to 128 of one expert, and neighbouring strips of 256 columns. The
-// order is expert by expert, then pair of strips by pair of strips: clusters that run at the same time share weights in
-// the second-level cache. Cluster c of C takes the pairs c, c + C, c + 2C, ...
+// Both blocks of a cluster take the same rows, of one expert, and neighbouring strips of columns. The order is expert by
+// expert, then pair of strips by pair of strips: clusters that run at the same time share weights in the second-level
+// cache. Cluster c of C takes the pairs c, c + C, c + 2C, ...
 #pragma once
 #include "device/roles/gemm_tile.cuh"
 
@@ -40,26 +40,69 @@ struct BoundsInSlots {
     __device__ __forceinline__ int32 end(int32 expert) const { return begin(expert) + counts[expert]; }
 };
 
-template <int kN>  // columns of the output before the epilogue
-constexpr int kStripPairs = (kN + 2 * kTileColumns - 1) / (2 * kTileColumns);
+// A *cut* says how tiles divide the output of an expert. Tiles begin at least kLeastStep rows apart.
+//
+//   kRows, kColumns               the most rows of a tile, and its columns
+//   kN                            columns of the output before the epilogue
+//   int32 tiles(int32 rows)       tiles of the same columns, of an expert with so many rows
+//   Part part(int32 rows, int32 tile)    the rows of one of them
+//   bool halves(int32 rows)       see Tile
+struct Part {
+    int32 first, rows;
+};
+
+// Tiles of recipe "block". A full one is as large as any.
+template <int kOutputColumns>
+struct FixedCut {
+    static constexpr int kN = kOutputColumns, kRows = kRowsOfA, kColumns = kRowsOfB;
+    static_assert(kRows >= kLeastStep, "as far apart as tiles have to begin");
+
+    static __device__ __forceinline__ int32 tiles(int32 rows) { return (rows + kRows - 1) / kRows; }
+    static __device__ __forceinline__ Part part(int32 rows, int32 tile) {
+        return {tile * kRows, min(rows - tile * kRows, kRows)};
+    }
+    static __device__ __forceinline__ bool halves(int32 rows) { return rows <= kGroupRows; }
+};
+
+// Tiles of recipe "row". The time of one goes with its rows, rounded up to kStep. But one with few rows loads as many
+// weights as any: where the last tile would have few, it shares evenly with the one before.
+template <int kOutputColumns, int kMostRows = kRowsOfB>
+struct EvenCut {
+    static constexpr int kN = kOutputColumns, kRows = kMostRows, kColumns = kRowsOfA, kStep = 16;
+    static_assert(kRows % 32 == 0 && kRows <= kRowsOfB, "whole boxes, as many as a product takes");
+    static_assert(kRows / 2 >= kLeastStep, "two that share begin far enough apart");
+
+    static __device__ __forceinline__ int32 tiles(int32 rows) { return (rows + kRows - 1) / kRows; }
+    static __device__ __forceinline__ Part part(int32 rows, int32 tile) {
+        const int32 last = tiles(rows) - 1, rest = rows - last * kRows, first = tile * kRows;
+        const bool share = last > 0 && rest <= kRows / 2;
+        if (!share || tile < last - 1) return {first, min(rows - first, kRows)};
+        const int32 both = kRows + rest, half = ((both + 1) / 2 + kStep - 1) / kStep * kStep;
+        return tile < last ? Part{first, half} : Part{first - kRows + half, both - half};
+    }
+    static __device__ __forceinline__ bool halves(int32) { return false; }
+};
+
+template <class Cut>
+constexpr int kStripPairs = (Cut::kN + kClusterBlocks * Cut::kColumns - 1) / (kClusterBlocks * Cut::kColumns);
 
 constexpr int32 kTilesAtOnce = 2;  // tiles of the same columns, which two clusters take at nearly the same time
 
-template <class Bounds>
-__device__ __forceinline__ int32 row_tiles_of(const Bounds& bounds, int32 expert) {
-    return (bounds.end(expert) - bounds.begin(expert) + kTileRows - 1) / kTileRows;
+template <class Cut, class Bounds>
+__device__ __forceinline__ int32 pairs_of(const Bounds& bounds, int32 expert) {
+    return Cut::tiles(bounds.end(expert) - bounds.begin(expert)) * kStripPairs<Cut>;
 }
 
 // A block's tile of a pair, which is counted among those of its expert.
-template <int kN, class Bounds>
+template <class Cut, class Bounds>
 __device__ __forceinline__ Tile tile_of(const Bounds& bounds, int32 expert, int32 pair, int32 block) {
-    const int32 begin = bounds.begin(expert), end = bounds.end(expert), tiles = row_tiles_of(bounds, expert);
-    const int32 row = begin + pair % tiles * kTileRows;
-    return {expert, row, min(end - row, kTileRows), (pair / tiles * kClusterBlocks + block) * kTileColumns,
-            end - begin <= kGroupRows, tiles > kTilesAtOnce};
+    const int32 begin = bounds.begin(expert), rows = bounds.end(expert) - begin, tiles = Cut::tiles(rows);
+    const Part part = Cut::part(rows, pair % tiles);
+    return {expert, begin + part.first, part.rows, (pair / tiles * kClusterBlocks + block) * Cut::kColumns,
+            Cut::halves(rows), tiles > kTilesAtOnce};
 }
 
-template <int kN, class Bounds>
+template <class Cut, class Bounds>
 struct ExpertTiles {
     const Bounds& bounds;
     int32 pair;  // of tiles, among those of its expert
@@ -71,14 +114,14 @@ struct ExpertTiles {
 
     __device__ bool next(uint32) {
         for (pair += gridDim.x / kClusterBlocks; expert < Bounds::kExperts; ++expert) {
-            const int32 pairs = row_tiles_of(bounds, expert) * kStripPairs<kN>;
+            const int32 pairs = pairs_of<Cut>(bounds, expert);
             if (pair < pairs) return true;
             pair -= pairs;
         }
         return false;
     }
 
-    __device__ Tile tile(int32 block) const { return tile_of<kN>(bounds, expert, pair, block); }
+    __device__ Tile tile(int32 block) const { return tile_of<Cut>(bounds, expert, pair, block); }
 
     __device__ __forceinline__ void before_block(int, int) {}
     __device__ __forceinline__ void forget() { asm volatile("" : "+r"(pair)); }

@@ -7,8 +7,8 @@
 #include "device/ptx/memory.cuh"
 #include "device/roles/gemm_tile.cuh"
 
-// No other tile of rows has the same place: each begins 128 rows behind the one before, or with the next expert.
-__device__ __forceinline__ int32 place_among_tiles(const Tile& tile) { return tile.row / kTileRows + tile.expert; }
+// No other tile of rows has the same place: each begins kLeastStep rows behind the one before, or with the next expert.
+__device__ __forceinline__ int32 place_among_tiles(const Tile& tile) { return tile.row / kLeastStep + tile.expert; }
 
 // A *gate* says when the rows of a tile are there:
 //
@@ -19,21 +19,15 @@ struct AlwaysOpen {
     __device__ __forceinline__ void wait(const Tile&) const {}
 };
 
-// Rows that get one scale each are shared out, so many at a time. A share is reported once it is rescaled (rescale.cuh).
-constexpr int kRescaledRows = 2;
-
-__device__ __forceinline__ int32 rescaled_shares(const Tile& tile) {
-    return (tile.rows + kRescaledRows - 1) / kRescaledRows;
-}
-
-template <bool kRescaled>
+// kQuantized: rows are quantised once they are whole, and counted then (quantize.cuh).
+template <bool kQuantized>
 struct OpenWhenStored {
     uint32* const& stored;  // [places] of tiles
     const uint32& wanted;   // storing warps that report each tile of rows
 
     __device__ __forceinline__ bool is_open(const Tile& tile) const {
-        const uint32 shares = kRescaled ? rescaled_shares(tile) : 0;
-        return load_acquire_gpu(stored + place_among_tiles(tile)) >= wanted + shares;
+        const uint32 rows = kQuantized ? tile.rows : 0;
+        return load_acquire_gpu(stored + place_among_tiles(tile)) >= wanted + rows;
     }
     // No deadline: the kernel that stores them runs already, and its own waits have one. Once for each tile: what lies
     // beside its rows, in the same cache lines, may still arrive, so nothing found for one tile holds for another.

@@ -1,5 +1,9 @@
 // What the roles of a grouped GEMM agree on: the sizes of a tile, what a tile is, and how far a role has come.
 //
+// A product multiplies operand A, of which each warpgroup has 64 rows, with operand B, which both share. With block scales
+// A are activations and B weights. With row scales it is the other way round: B may be narrower, so a tile with few
+// activations takes less time.
+//
 // Blocks work in clusters of two, which take the same rows and neighbouring columns. A role gets its tiles from a *tile
 // source*, an object that each thread of the role holds for itself:
 //
@@ -19,16 +23,17 @@
 constexpr int kClusterBlocks = 2;
 constexpr uint16 kBothBlocks = 3;  // a bit for each
 constexpr int kGroups = 2;      // math warpgroups of a block
-constexpr int kGroupRows = 64;  // rows of a tile that one warpgroup multiplies
-constexpr int kTileRows = kGroups * kGroupRows;
-constexpr int kBlock = 128;  // values of K that share a row's scale; columns that share a weight scale
-constexpr int kHalves = 2;   // halves of a tile's columns; with block scales they are multiplied one after the other
-constexpr int kTileColumns = kHalves * kBlock;
+constexpr int kGroupRows = 64;  // of operand A, which one warpgroup multiplies
+constexpr int kRowsOfA = kGroups * kGroupRows;
+constexpr int kBlock = 128;  // values of K of a stage, that share a row's scale; columns that share a weight scale
+constexpr int kHalves = 2;   // of operand B; with block scales they are multiplied one after the other
+constexpr int kRowsOfB = kHalves * kBlock;  // with row scales there may be fewer
+constexpr int kLeastStep = 64;  // rows from the beginning of a tile to that of the next
 constexpr int kGroupThreads = 128, kGroupWarps = kGroupThreads / 32;
 constexpr int kScaleBlocks = 8;  // blocks of K whose scales are loaded together
 
 struct Tile {
-    int32 expert, row, rows, column;  // 1..128 rows
+    int32 expert, row, rows, column;
     bool halves;  // each warpgroup takes half of the columns instead of half of the rows: the expert has few rows
     bool rereads;  // other tiles of the expert read the same weights later
 

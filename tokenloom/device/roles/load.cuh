@@ -6,58 +6,55 @@
 
 constexpr int kLoaderArrivals = 1;  // on a full stage; TMA adds the bytes that the arrival expects
 
+// Boxes of a tile's activations: those of whole warpgroups, where activations are operand A.
+template <class Weights>
+__device__ __forceinline__ int row_boxes(const Tile& tile) {
+    constexpr int kTogether = Weights::kOperandA ? kRowBox : kGroupRows;
+    return (tile.rows + kTogether - 1) / kTogether * (kTogether / kRowBox);
+}
+
 // Waits until the stage of block k is empty, announces all bytes that it will hold, and loads its weights and their scales.
 template <class Rows, class Ring, class Weights, class At>
 __device__ __forceinline__ void load_weights(Ring& ring, const RingUse<Ring::kStages>& use, const Weights& weights,
-                                             const Tile& tile, int groups, const At& at, int k) {
-    constexpr int kBlocks = Weights::kBlocks;
+                                             const Tile& tile, int boxes, const At& at, int k) {
+    constexpr int kBlocks = Weights::kBlocks, kWeightBoxes = Weights::kOperandA ? 1 : kHalves;
     mbarrier_wait(&ring.empty[use.stage], use.parity ^ 1);
     uint64* full = &ring.full[use.stage];
+    const int bytes = boxes * kRowBoxBytes + kWeightBoxes * kWeightBoxBytes;
     if constexpr (Weights::kScaledInBlocks) {
         constexpr int kRowScaleBytes = sizeof(ring.scales.a[0]);
         // The scales of 8 blocks of K come with the first of them.
         const bool with_scales = kWideScales<kBlocks> && k % kScaleBlocks == 0;
         const int column_scale_bytes = with_scales ? min(kScaleBlocks, kBlocks - k) * 4 : 0;
         const int row_scale_bytes = with_scales && Rows::kScalesByTma ? kRowScaleBytes : 0;
-        mbarrier_arrive_expect(full, groups * kGroupRows * RowOperand::kRowBytes + WeightOperand::kStageBytes +
-                                         row_scale_bytes + kHalves * column_scale_bytes);
+        mbarrier_arrive_expect(full, bytes + row_scale_bytes + kHalves * column_scale_bytes);
         if (with_scales) {
             const uint32 buffer = ScalePlace<kBlocks, Ring::kStages>(at, k).buffer;
             for (int half = 0; half < kHalves; ++half)
                 bulk_load(ring.scales.b[buffer][half], weights.column_scales(tile, half) + k, column_scale_bytes, full);
         }
-    } else {
-        constexpr int kBuffers = decltype(ring.scales)::kBuffers;
-        static_assert(kBuffers > (Ring::kStages + kBlocks - 1) / kBlocks, "one tile more than stages hold");
-        const int scale_bytes = k == 0 ? Weights::column_scale_bytes(tile) : 0;
-        mbarrier_arrive_expect(full, groups * kGroupRows * RowOperand::kRowBytes + WeightOperand::kStageBytes +
-                                         scale_bytes);
-        if (scale_bytes > 0)
-            bulk_load(ring.scales.columns[at.tiles() % kBuffers], weights.column_scales(tile), scale_bytes,
-                      full);
-    }
-    for (int half = 0; half < kHalves; ++half) {
-        void* to = ring.b[use.stage] + half * kBlock * WeightOperand::kRowBytes;
-        const int32 column = tile.column + half * kBlock;
+    } else mbarrier_arrive_expect(full, bytes);
+    for (int box = 0; box < kWeightBoxes; ++box) {
+        void* to = (Weights::kOperandA ? ring.a[use.stage] : ring.b[use.stage]) + box * kWeightBoxBytes;
+        const int32 column = tile.column + box * kWeightBox;
         if (Weights::kOnce && !tile.rereads) tensor_load_once(to, &weights.map, k * kBlock, column, tile.expert, full);
         else tensor_load(to, &weights.map, k * kBlock, column, tile.expert, full);
     }
 }
 
-// Behind load_weights: the rows of the same stage. Both blocks of the cluster need the same ones, so each loads half of
-// them for both: a stage is empty when the math warps of both blocks have read it.
-template <class Ring, class Rows, class At>
+// Behind load_weights: the rows of the same stage. Both blocks of the cluster need the same ones, so each loads every
+// other box, for both: a stage is empty when the math warps of both blocks have read it.
+template <class Weights, class Ring, class Rows, class At>
 __device__ __forceinline__ void load_rows(Ring& ring, const RingUse<Ring::kStages>& use, const Rows& rows,
-                                          const Tile& tile, int groups, const At& at, int32 block, int k) {
+                                          const Tile& tile, int boxes, const At& at, int32 block, int k) {
     uint64* full = &ring.full[use.stage];
     if constexpr (Rows::kScalesByTma)
         if (k % kScaleBlocks == 0)
             tensor_load(ring.scales.a[ScalePlace<Rows::kBlocks, Ring::kStages>(at, k).buffer], &rows.scale_map, k,
                         tile.row, full);
-    for (int group = 0; group < groups; ++group) {
-        const int row = group * kGroupRows + block * RowOperand::kBoxRows;
-        rows.maps.load(ring.a[use.stage] + row * RowOperand::kRowBytes, k * kBlock, tile.row, row, tile.rows, full);
-    }
+    unsigned char* to = Weights::kOperandA ? ring.b[use.stage] : ring.a[use.stage];
+    for (int box = block; box < boxes; box += kClusterBlocks)
+        rows.maps.load(to + box * kRowBoxBytes, k * kBlock, tile.row, box * kRowBox, tile.rows, full);
 }
 
 // One tile. Weights of as many stages as there are do not wait for its rows. Those of the last block of K do: with this
@@ -69,20 +66,20 @@ __device__ __forceinline__ void load_tile(Ring& ring, const Rows& rows, const We
     static_assert(Rows::kBlocks == Weights::kBlocks, "rows and weights have the same K");
     static_assert(Rows::kScaledInBlocks == Weights::kScaledInBlocks, "rows and weights are of one recipe");
     const Tile tile = tiles.tile(block);
-    const int groups = tile.groups();
+    const int boxes = row_boxes<Weights>(tile);
     const int ahead = gate.is_open(tile) ? 0 : min(Ring::kStages, Weights::kBlocks - 1);
-    for (int k = 0; k < ahead; ++k) load_weights<Rows>(ring, Use(at.blocks + k), weights, tile, groups, at, k);
+    for (int k = 0; k < ahead; ++k) load_weights<Rows>(ring, Use(at.blocks + k), weights, tile, boxes, at, k);
     gate.wait(tile);
     rows.maps.begin_tile(tile.rows);
     for (int k = 0; k < ahead; ++k) {
         tiles.before_block(k, Weights::kBlocks);
-        load_rows(ring, Use(at.blocks + k), rows, tile, groups, at, block, k);
+        load_rows<Weights>(ring, Use(at.blocks + k), rows, tile, boxes, at, block, k);
     }
     for (int k = ahead; k < Weights::kBlocks; ++k) {
         tiles.before_block(k, Weights::kBlocks);
         const Use use(at.blocks + k);
-        load_weights<Rows>(ring, use, weights, tile, groups, at, k);
-        load_rows(ring, use, rows, tile, groups, at, block, k);
+        load_weights<Rows>(ring, use, weights, tile, boxes, at, k);
+        load_rows<Weights>(ring, use, rows, tile, boxes, at, block, k);
     }
 }
 

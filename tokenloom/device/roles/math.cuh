@@ -1,8 +1,6 @@
-// The math warpgroups: 64 rows x 256 columns each, or half of the columns if the expert has at most 64 rows.
-//
-// Where scales change with blocks of K, they multiply 128 columns of a stage into a temporary and add it, scaled, to
-// float32 registers. While one warpgroup adds, the other multiplies. Where scales are of whole rows and channels, the
-// tensor core adds up all of K, 256 columns at once: it keeps 13 bits below the largest term of a sum.
+// The math warpgroups of recipe "block": 64 rows x 256 columns each, or half of the columns if the expert has at most 64
+// rows. They multiply 128 columns of a stage into a temporary and add it, scaled, to float32 registers. While one
+// warpgroup adds, the other multiplies. Those of recipe "row" are in transposed_math.cuh.
 #pragma once
 #include "device/ptx/cluster.cuh"
 #include "device/ptx/wgmma.cuh"
@@ -77,8 +75,8 @@ struct MathPart {
 template <class Weights, class Epilogue, class Ring, class At, int kChunks>
 __device__ __forceinline__ void multiply_block_scaled(Ring& ring, const MathThread& self, const MathPart& part,
                                                       const At& at, int blocks, float (&sums)[kChunks][64]) {
-    constexpr uint32 kStageA = RowOperand::kStageBytes >> 4;  // as descriptors count
-    constexpr uint32 kStageB = WeightOperand::kStageBytes >> 4;
+    constexpr uint32 kStageA = OperandA::kStageBytes >> 4;  // as descriptors count
+    constexpr uint32 kStageB = Ring::B::kStageBytes >> 4;
 #pragma unroll(Epilogue::kUnrolled)
     for (int k = 0; k < blocks; ++k) {
         const RingUse<Ring::kStages> use(at.blocks + k);
@@ -98,60 +96,9 @@ __device__ __forceinline__ void multiply_block_scaled(Ring& ring, const MathThre
     }
 }
 
-// The scales of a whole tile: those of this thread's two rows, and of all columns.
-template <int kChunks>
-__device__ __forceinline__ void scale_sums(float (&sums)[kChunks][64], float low, float high, const float* columns) {
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk)
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {  // 8 columns, of which this thread has two
-            const float2 scales = *reinterpret_cast<const float2*>(columns + chunk * kBlock + i * 8);
-            sums[chunk][4 * i] *= low * scales.x;
-            sums[chunk][4 * i + 1] *= low * scales.y;
-            sums[chunk][4 * i + 2] *= high * scales.x;
-            sums[chunk][4 * i + 3] *= high * scales.y;
-        }
-}
-
-// All blocks of K of a tile whose scales are of rows and channels: products stay in the tensor core's own sums. A stage
-// is free when the products of the next one have begun and its own are done. The last block of K comes behind the gate,
-// so the scales of rows can be read then, while its products are under way.
-template <class Epilogue, class Weights, class Ring, class At, int kChunks>
-__device__ __forceinline__ void multiply_row_scaled(Ring& ring, const Weights& weights, const Tile& tile,
-                                                    const MathThread& self, const MathPart& part, const At& at,
-                                                    int blocks, float (&sums)[kChunks][64]) {
-    static_assert(Ring::kStages >= 2, "a stage is free when the next one is here");
-    constexpr uint32 kStageA = RowOperand::kStageBytes >> 4;  // as descriptors count
-    constexpr uint32 kStageB = WeightOperand::kStageBytes >> 4;
-#pragma unroll(Epilogue::kUnrolled)
-    for (int k = 0; k < blocks; ++k) {
-        const RingUse<Ring::kStages> use(at.blocks + k);
-        mbarrier_wait(&ring.full[use.stage], use.parity);
-        const uint32 a = part.a + use.stage * kStageA, b = part.b + use.stage * kStageB;
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-            if constexpr (kChunks == kHalves) wgmma_e4m3(sums, a + 2 * step, b + 2 * step);
-            else wgmma_e4m3(sums[0], a + 2 * step, b + 2 * step, 1);
-        }
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (k > 0 && self.lane < 2)
-            mbarrier_arrive_there(self.empty + RingUse<Ring::kStages>(at.blocks + k - 1).stage * 8);
-    }
-    const float* rows = weights.row_scales + tile.row + part.row;
-    const float low = part.row < tile.rows ? rows[0] : 0.0f, high = part.row + 8 < tile.rows ? rows[8] : 0.0f;
-    wgmma_wait<0>();
-    if (self.lane < 2)
-        mbarrier_arrive_there(self.empty + RingUse<Ring::kStages>(at.blocks + blocks - 1).stage * 8);
-    scale_sums(sums, low, high, ring.scales.columns[at.tiles() % ring.scales.kBuffers] +
-                                    part.first_half * kBlock + self.lane % 4 * 2);
-}
-
 // The sums come out scaled.
 template <class Weights, class Epilogue, class Ring, class At, int kChunks>
-__device__ __forceinline__ void multiply_tile(Ring& ring, const Weights& weights, const Tile& tile,
-                                              const MathThread& self, const MathPart& part, const At& at,
+__device__ __forceinline__ void multiply_tile(Ring& ring, const MathThread& self, const MathPart& part, const At& at,
                                               float (&sums)[kChunks][64]) {
     int blocks = Weights::kBlocks;
     asm volatile("" : "+r"(blocks));  // a loop of one round that is optimised away leaves wgmma unordered (C7519)
@@ -159,9 +106,7 @@ __device__ __forceinline__ void multiply_tile(Ring& ring, const Weights& weights
     for (auto& chunk : sums)
 #pragma unroll
         for (float& sum : chunk) sum = 0.0f;
-    if constexpr (Weights::kScaledInBlocks)
-        multiply_block_scaled<Weights, Epilogue>(ring, self, part, at, blocks, sums);
-    else multiply_row_scaled<Epilogue>(ring, weights, tile, self, part, at, blocks, sums);
+    multiply_block_scaled<Weights, Epilogue>(ring, self, part, at, blocks, sums);
 }
 
 // A tile that has no rows for this warpgroup: it frees the stages at once.
@@ -190,8 +135,7 @@ __device__ __forceinline__ void stage_sums(const Epilogue& epilogue, Staging& st
 
 // One tile of one warpgroup: multiplied, and staged by the epilogue.
 template <class Weights, class Ring, class Epilogue, class Staging, class Tiles, class At, class Trace>
-__device__ __forceinline__ void compute_tile(Ring& ring, const Weights& weights, const Epilogue& epilogue,
-                                             Staging& staging, typename Epilogue::Shared& shared, Tiles& tiles,
+__device__ __forceinline__ void compute_tile(Ring& ring, const Epilogue& epilogue, Staging& staging, typename Epilogue::Shared& shared, Tiles& tiles,
                                              const At& at,
                                              const Trace& trace, int32 block, const MathThread& self) {
     const Tile tile = tiles.tile(block);
@@ -202,24 +146,23 @@ __device__ __forceinline__ void compute_tile(Ring& ring, const Weights& weights,
         staging.publish(self.group, self.lane);
     } else if (!tile.halves) {
         float sums[kHalves][64];
-        const uint32 own_a = wgmma_tile(self.a + self.group * kGroupRows * RowOperand::kRowBytes);
+        const uint32 own_a = wgmma_tile(self.a + self.group * kGroupRows * OperandA::kRowBytes);
         const MathPart part{own_a, wgmma_tile(self.b), self.group * kGroupRows + self.row, 0};
-        multiply_tile<Weights, Epilogue>(ring, weights, tile, self, part, at, sums);
+        multiply_tile<Weights, Epilogue>(ring, self, part, at, sums);
         stage_sums(epilogue, staging, shared, sums, tiles, at, trace, block, self.group, self.thread);
     } else {
         float sums[1][64];
-        const uint32 own_b = wgmma_tile(self.b + self.group * kBlock * WeightOperand::kRowBytes);
+        const uint32 own_b = wgmma_tile(self.b + self.group * kBlock * Ring::B::kRowBytes);
         const MathPart part{wgmma_tile(self.a), own_b, self.row, self.group};
-        multiply_tile<Weights, Epilogue>(ring, weights, tile, self, part, at, sums);
+        multiply_tile<Weights, Epilogue>(ring, self, part, at, sums);
         stage_sums(epilogue, staging, shared, sums, tiles, at, trace, block, self.group, self.thread);
     }
 }
 
 template <class Weights, class Ring, class Epilogue, class Staging, class Tiles, class Trace>
-__device__ __forceinline__ void multiply_tiles(Ring& ring, const Weights& weights, const Epilogue& epilogue,
-                                               Staging& staging, typename Epilogue::Shared& shared, Tiles tiles,
+__device__ __forceinline__ void multiply_tiles(Ring& ring, const Epilogue& epilogue, Staging& staging, typename Epilogue::Shared& shared, Tiles tiles,
                                                const Trace& trace, int32 block, int group, int thread) {
     const MathThread self = math_thread(ring, block, group, thread);
     for (Position<Weights::kBlocks> at{0}; tiles.next(at.tiles()); at.advance())
-        compute_tile(ring, weights, epilogue, staging, shared, tiles, at, trace, block, self);
+        compute_tile<Weights>(ring, epilogue, staging, shared, tiles, at, trace, block, self);
 }

@@ -3,22 +3,23 @@
 #include "device/ptx/bulk.cuh"
 #include "device/roles/gemm_tile.cuh"
 
-// An *operand* says how 128 values of K lie in a stage, for a tile's rows or its columns, and how TMA brings them:
+// An *operand* says how 128 values of K lie in a stage:
 //
 //   kRowBytes     bytes of one row
 //   kStageBytes   bytes of a stage
-//   kBoxRows      rows of one TMA box; tensor maps are made with it
 //
 // This one is E4M3 with the 128-byte swizzle, as wgmma reads it. An operand of another width is a type of its own,
 // beside a role that decodes it into the stage.
-template <int kRows, int kRowsOfBox>
+template <int kRows>
 struct Fp8Operand {
     static constexpr int kRowBytes = kBlock;
     static constexpr int kStageBytes = kRows * kRowBytes;
-    static constexpr int kBoxRows = kRowsOfBox;
 };
-using RowOperand = Fp8Operand<kTileRows, kGroupRows / kClusterBlocks>;  // each block loads half of the rows, for both
-using WeightOperand = Fp8Operand<kTileColumns, kBlock>;
+using OperandA = Fp8Operand<kRowsOfA>;
+
+// Rows of a TMA box, of activations and of weights. Each block loads every other box of activations, for both.
+constexpr int kRowBox = 32, kWeightBox = 128;
+constexpr int kRowBoxBytes = kRowBox * kBlock, kWeightBoxBytes = kWeightBox * kBlock;
 
 // Whether rows of scales are multiples of 16 bytes, as TMA needs them.
 template <int kBlocks>
@@ -26,25 +27,21 @@ constexpr bool kWideScales = kBlocks % 4 == 0;
 
 // Scales that change with blocks of K travel beside the operands.
 struct BlockScaleRing {
-    alignas(128) float a[2][kTileRows][kScaleBlocks];
+    alignas(128) float a[2][kRowsOfA][kScaleBlocks];
     alignas(16) float b[2][kHalves][kScaleBlocks];
 };
 
-// Scales of a tile's columns, which come with its first block of K. What they overwrite has been read: a tile may begin
-// to load when all tiles but those of the newest kStages blocks have been staged.
-template <int kBlocks, int kStages>
-struct ColumnScaleRing {
-    static constexpr int kBuffers = (kStages + kBlocks - 1) / kBlocks + 1;
-    alignas(16) float columns[kBuffers][kTileColumns];
-};
+// Those of whole rows and channels do not.
+struct NoScaleRing {};
 
 // A kernel places it at a multiple of 1024 bytes, for the swizzle. Arrivals are sums over the roles that the kernel
 // runs: on `full` the loading warps' of this block, on `empty` the math warps' of all blocks of the cluster.
-template <int kRingStages, class ScaleRing>
+template <int kRingStages, class ScaleRing, class OperandB>
 struct OperandRing {
+    using B = OperandB;
     static constexpr int kStages = kRingStages;
-    unsigned char a[kStages][RowOperand::kStageBytes];
-    unsigned char b[kStages][WeightOperand::kStageBytes];
+    unsigned char a[kStages][OperandA::kStageBytes];
+    unsigned char b[kStages][OperandB::kStageBytes];
     ScaleRing scales;
     alignas(8) uint64 full[kStages];  // operands and scales are here
     uint64 empty[kStages];

@@ -7,15 +7,14 @@
 constexpr int kStagingArrivals = kGroupWarps;  // on a full buffer: each warp of the warpgroup
 
 // From one staged row to the next: padded against bank conflicts.
-template <int kTileRowBytes>
-constexpr int kStagingPitch = kTileRowBytes + 16;
+template <int kRowBytes>
+constexpr int kStagingPitch = kRowBytes + 16;
 
-// Each warpgroup has a buffer and a pair of barriers of its own. Epilogues whose rows of a tile have at most
-// kMostRowBytes can share it.
-template <int kMostRowBytes>
+// Each warpgroup has a buffer and a pair of barriers of its own.
+template <int kMostRows, int kBytes>
 struct Staging {
-    static constexpr int kRowBytes = kMostRowBytes;
-    alignas(16) unsigned char rows[kGroups][kGroupRows * kStagingPitch<kMostRowBytes>];
+    static constexpr int kRows = kMostRows, kRowBytes = kBytes;  // of a warpgroup
+    alignas(16) unsigned char rows[kGroups][kRows * kStagingPitch<kRowBytes>];
     uint64 full[kGroups];
     uint64 empty[kGroups];
 

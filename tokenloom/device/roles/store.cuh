@@ -10,29 +10,19 @@ constexpr int kStoreArrivals = kStoreWarps;  // on an empty buffer of the stagin
 
 // A *destination* says where rows of the output go:
 //
-//   bool is_safe()                             asked once a tile is there: whether its rows can be stored
-//   rows<kStep>(begin, first, count, lane)     for rows begin.. of the output, `count` of them, of which the warp stores
-//                                              first, first + kStep, ...: an object that knows where they go
-//   unsigned char* row<kStep>(number)          of that object: the address of one of these; all lanes ask for the same
+//   bool is_safe()          asked once a tile is there: whether its rows can be stored
+//   uint32 place_of(row)    where a row of the output goes
+//   unsigned char* row(own, begin, number)    the address of row `begin` + `number`, of 32; `own` is the place of the row
+//                           whose number is the lane's. All lanes ask together.
 //
 // Rows follow each other, or go where the tokens are (arrivals.cuh).
 template <int64 kRowBytes>
 struct RowsInOrder {
     void* const& out;
     __device__ __forceinline__ bool is_safe() const { return true; }
-
-    struct Rows {
-        unsigned char* begin;
-
-        template <int>
-        __device__ __forceinline__ unsigned char* row(int number) const {
-            return begin + number * kRowBytes;
-        }
-    };
-
-    template <int>
-    __device__ __forceinline__ Rows rows(int64 begin, int, int, int) const {
-        return {static_cast<unsigned char*>(out) + begin * kRowBytes};
+    __device__ __forceinline__ uint32 place_of(int64) const { return 0; }
+    __device__ __forceinline__ unsigned char* row(uint32, int64 begin, int number) const {
+        return static_cast<unsigned char*>(out) + (begin + number) * kRowBytes;
     }
 };
 
@@ -40,35 +30,43 @@ struct RowsInOrder {
 template <class Epilogue, class Staging, class Destination>
 __device__ __forceinline__ void store_tile(Staging& staging, const Destination& to, const Tile& tile, uint32 number,
                                            int thread) {
-    constexpr int kPitch = kStagingPitch<Epilogue::kTileRowBytes>, kUnits = Epilogue::kTileRowBytes / 16;
-    constexpr int kRowsAtOnce = 32 * kStoreWarps / kUnits, kBatch = 4;
-    const int unit = thread % kUnits;
+    constexpr int kPitch = kStagingPitch<Staging::kRowBytes>, kUnits = Staging::kRowBytes / 16;
+    constexpr int kRowsAtOnce = 32 * kStoreWarps / kUnits, kBatch = kRowsAtOnce < 16 ? 4 : 2;
+    static_assert(32 % (kBatch * kRowsAtOnce) == 0, "32 rows are whole batches");
+    const int unit = thread % kUnits, lane = thread % 32;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-        const int first = tile.halves ? 0 : group * kGroupRows;
-        const int rows = min(tile.rows - first, kGroupRows);  // may be none
+        const int first = Epilogue::kTransposed || tile.halves ? 0 : group * kGroupRows;
+        const int rows = min(tile.rows - first, Staging::kRows);  // may be none
+        const int64 begins = tile.row + first;
         mbarrier_wait(&staging.full[group], number & 1);
-        const unsigned char* from = staging.rows[group] + unit * 16;
-        const int64 in_row = static_cast<int64>(tile.column / kTileColumns) * Epilogue::kTileRowBytes + unit * 16;
+        const int64 in_row = static_cast<int64>(tile.column / Epilogue::kTileColumns) * Epilogue::kTileRowBytes +
+                             (Epilogue::kTransposed ? group * Staging::kRowBytes : 0) + unit * 16;
         const bool ours = !tile.halves || unit / (kUnits / kHalves) == group;
         const bool exists = ours && in_row < Epilogue::kRowBytes;  // a pair of strips may reach past N
-        const auto places = to.template rows<kRowsAtOnce>(tile.row + first, thread / kUnits, rows, thread % 32);
+        uint32 next = lane < rows ? to.place_of(begins + lane) : 0;
         const int stored = to.is_safe() ? rows : 0;
-        for (int row = thread / kUnits; row < stored; row += kBatch * kRowsAtOnce) {
-            Vec16 values[kBatch];
+#pragma unroll 1
+        for (int begin = 0; begin < stored; begin += 32) {
+            const uint32 own = next;
+            if (begin + 32 + lane < rows) next = to.place_of(begins + begin + 32 + lane);  // while these are stored
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i)
-                values[i] = *reinterpret_cast<const Vec16*>(
-                    from + min(row + i * kRowsAtOnce, kGroupRows - 1) * kPitch);
+            for (int step = 0; step < 32; step += kBatch * kRowsAtOnce) {
+                const int row = step + thread / kUnits;
+                const unsigned char* from = staging.rows[group] + (begin + row) * kPitch + unit * 16;
+                Vec16 values[kBatch];
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i)
-                if (row + i * kRowsAtOnce < stored) {
-                    unsigned char* place = places.template row<kRowsAtOnce>(row + i * kRowsAtOnce);
-                    if (exists) store_16(place + in_row, values[i]);
+                for (int i = 0; i < kBatch; ++i)
+                    values[i] = *reinterpret_cast<const Vec16*>(from + i * kRowsAtOnce * kPitch);
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    unsigned char* place = to.row(own, begins + begin, row + i * kRowsAtOnce);
+                    if (exists && begin + row + i * kRowsAtOnce < stored) store_16(place + in_row, values[i]);
                 }
+            }
         }
         __syncwarp();
-        if (thread % 32 == 0) mbarrier_arrive(&staging.empty[group]);
+        if (lane == 0) mbarrier_arrive(&staging.empty[group]);
     }
 }
 

@@ -5,45 +5,20 @@
 // block of the output, which four lanes share.
 #pragma once
 #include "device/ptx/memory.cuh"
+#include "device/roles/activation_form.cuh"
 #include "device/roles/staging.cuh"
 #include "device/roles/weights.cuh"
-#include "device/tile/activation.cuh"
 #include "device/tile/fp8.cuh"
 
 constexpr int kMathBarrier = 1;  // where the math warpgroups meet; 0 is __syncthreads
 
-// A *form* of activation: what becomes of a gate and an up, and the biases that come before.
-template <bool kFastMath>
-struct PlainSwiglu {
-    static constexpr bool kBiased = false;
-    static constexpr bool kOneByOne = false;
-
-    static __device__ __forceinline__ float activate(float gate, float up) {
-        if constexpr (kFastMath) return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-        return divide_full(gate, 1.0f + expf(-gate)) * up;
-    }
-    static __device__ __forceinline__ const float* biases() { return nullptr; }
-};
-
-template <int kFunction, bool kFastMath, bool kHasBias>
-struct GatedActivation {
-    static constexpr bool kBiased = kHasBias;
-    static constexpr bool kOneByOne = kFunction == kGelu;
-    const float& alpha;        // as in Activation
-    const float& up_offset;
-    const float* const& bias;  // biased: [E, N], in the order of the weights' columns
-
-    __device__ __forceinline__ float activate(float gate, float up) const {
-        return FunctionAt<kFunction, kFastMath>(gate, alpha * gate).value() * (up + up_offset);
-    }
-    __device__ __forceinline__ const float* biases() const { return bias; }
-};
-
-template <int kN, bool kClamped, bool kPowerOfTwo, bool kFastMath, class Form = PlainSwiglu<kFastMath>>
+template <int kN, bool kPowerOfTwo, class Form>
 struct SwigluFp8Epilogue {
-    static_assert(kN % kTileColumns == 0, "whole scale blocks of the output");
     using Columns = GatesAndUpsInTurns;
-    static constexpr int kTileRowBytes = kTileColumns / 2;
+    static constexpr bool kTransposed = false;
+    static constexpr int kTileColumns = kRowsOfB, kTileRowBytes = kTileColumns / 2;
+    static_assert(kN % kTileColumns == 0, "whole scale blocks of the output");
+    using Staged = Staging<kGroupRows, kTileRowBytes>;
     static constexpr int64 kRowBytes = kN / 2, kRowScales = kN / kTileColumns;
     static constexpr int kUnrolled = 4;
     struct Shared {
@@ -51,16 +26,7 @@ struct SwigluFp8Epilogue {
     };
     float* const& scales;         // [rows, N / 256]
     const float* const& weights;  // [rows], or null for ones
-    const float& clamp;           // the most of a gate, and the largest magnitude of an up
-    Form form{};
-
-    __device__ __forceinline__ float activate(float gate, float up) const {
-        if constexpr (kClamped) {
-            gate = min_or_nan(gate, clamp);
-            up = max_or_nan(min_or_nan(up, clamp), -clamp);
-        }
-        return form.activate(gate, up);
-    }
+    const Form form;
 
     // The bias of this thread's first gate in a row of the tile. Beyond N it is any other's: nobody stores those.
     template <int kChunks>
@@ -88,7 +54,7 @@ struct SwigluFp8Epilogue {
                     gates[e] += bias[i * 16 + e];
                     gates[e + 4] += bias[i * 16 + 8 + e];
                 }
-                gates[e] = activate(gates[e], gates[e + 4]) * weight;
+                gates[e] = form.activate(gates[e], gates[e + 4]) * weight;
                 amax = fmaxf(amax, fabsf(gates[e]));
             }
         }
@@ -122,11 +88,10 @@ struct SwigluFp8Epilogue {
         sync_threads(kMathBarrier, kGroups * kGroupThreads);  // before the next tile's are written
     }
 
-    template <class Staging, int kChunks>
-    __device__ __forceinline__ void stage(Staging& staging, Shared& shared, float (&sums)[kChunks][64],
+    template <int kChunks>
+    __device__ __forceinline__ void stage(Staged& staging, Shared& shared, float (&sums)[kChunks][64],
                                           const Tile& tile, uint32 number, int group, int thread) const {
         constexpr int kPitch = kStagingPitch<kTileRowBytes>;
-        static_assert(kTileRowBytes <= Staging::kRowBytes, "rows fit");
         const int lane = thread % 32, staged_row = thread / 32 * 16 + lane / 4;
         const int row = (kChunks == kHalves ? group * kGroupRows : 0) + staged_row;
         unsigned char* to = staging.rows[group] + staged_row * kPitch + first_byte<kChunks>(kTileRowBytes, group);

@@ -35,7 +35,7 @@ struct MatrixRows {
 
 // Here a box has zeros behind the tile's last row, which need not be read, and take less power to multiply.
 struct WindowRows {
-    const TensorMap* const& maps;  // [kTileRows]: row r of window w of map n - 1, [any, n, K], is row w + r of a matrix
+    const TensorMap* const& maps;  // [rows of the largest tile]: row r of window w of map n - 1, [any, n, K], is row w + r of a matrix
 
     __device__ __forceinline__ void prefetch() const {}
     // The place of a map may have had another one, of a layer that is gone, which SMs still keep.
@@ -62,7 +62,7 @@ struct BlockScaledRows {
     template <class Ring, class Weights, class Tiles, class Gate = AlwaysOpen>
     __device__ __forceinline__ void load_beside(Ring& ring, const Weights& weights, Tiles tiles, int32 block, int lane,
                                                 const Gate& gate = {}) const {
-        constexpr int kLaneRows = kTileRows / 32;
+        constexpr int kLaneRows = kRowsOfA / 32;
         for (Position<kBlocks> at{0}; tiles.next(at.tiles()); at.advance()) {
             const Tile tile = tiles.tile(block);
             gate.wait(tile);

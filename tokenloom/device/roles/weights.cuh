@@ -1,6 +1,7 @@
 // The weights of a grouped GEMM: where they and their scales are, and which scale belongs to which column of a tile.
 #pragma once
 #include "device/ptx/tensor.cuh"
+#include "device/roles/expert_tiles.cuh"
 #include "device/roles/operand_ring.cuh"
 
 // A *column order* says how columns of the output lie in the rows of the weights. An epilogue names the one it needs.
@@ -20,7 +21,7 @@ struct GatesAndUpsInTurns {
 
     static __device__ __forceinline__ int scale_block(const Tile& tile, int half, int blocks) {
         const int gates = blocks / 2;
-        return min(tile.column / kTileColumns, gates - 1) + half * gates;
+        return min(tile.column / kRowsOfB, gates - 1) + half * gates;
     }
 };
 
@@ -30,9 +31,10 @@ struct BlockScaledWeights {
     static_assert(kK % kBlock == 0 && kN % kBlock == 0, "whole scale blocks");
     static constexpr int kBlocks = kK / kBlock, kColumnBlocks = kN / kBlock;
     using Columns = ColumnOrder;
-    template <int kStages>
+    using Cut = FixedCut<kN>;
     using ScaleRing = BlockScaleRing;
-    static constexpr bool kOnce = kReadOnce, kScaledInBlocks = true;
+    using OperandB = Fp8Operand<kRowsOfB>;
+    static constexpr bool kOnce = kReadOnce, kScaledInBlocks = true, kOperandA = false;
     const TensorMap& map;        // [E, N, K] E4M3
     const float* const& scales;  // [E, N / 128, K / 128]
 
@@ -42,24 +44,14 @@ struct BlockScaledWeights {
     }
 };
 
-// The scales of channels multiply whole sums.
-template <int kN, int kK, class ColumnOrder, bool kReadOnce = false>
+// Weights whose channels have one scale each, which multiply whole sums (transposed_epilogue.cuh). They are operand A.
+template <int kN, int kK, int kMostRows, bool kReadOnce = false>
 struct ChannelScaledWeights {
     static_assert(kK % kBlock == 0 && kN % kBlock == 0, "whole blocks");
     static constexpr int kBlocks = kK / kBlock;
-    using Columns = ColumnOrder;
-    template <int kStages>
-    using ScaleRing = ColumnScaleRing<kBlocks, kStages>;
-    static constexpr bool kOnce = kReadOnce, kScaledInBlocks = false;
-    const TensorMap& map;            // [E, N, K] E4M3
-    const float* const& scales;      // [E, N]
-    const float* const& row_scales;  // [rows]
-
-    __device__ __forceinline__ const float* column_scales(const Tile& tile) const {
-        return scales + static_cast<int64>(tile.expert) * kN + tile.column;
-    }
-    // Bytes of the scales of a tile's columns. A pair of strips may reach past N.
-    static __device__ __forceinline__ int column_scale_bytes(const Tile& tile) {
-        return max(min(kTileColumns, kN - tile.column), 0) * 4;
-    }
+    using Cut = EvenCut<kN, kMostRows>;
+    using ScaleRing = NoScaleRing;
+    using OperandB = Fp8Operand<kMostRows>;
+    static constexpr bool kOnce = kReadOnce, kScaledInBlocks = false, kOperandA = true;
+    const TensorMap& map;  // [E, N, K] E4M3
 };

@@ -29,29 +29,6 @@ __device__ __forceinline__ uint32 pack_e4m3(float a, float b, float c, float d) 
     return static_cast<uint32>(pack_e4m3(c, d)) << 16 | pack_e4m3(a, b);
 }
 
-// Four codes times a factor that is given twice, as two halves of a word in float16: each product is rounded once.
-__device__ __forceinline__ uint32 scale_e4m3(uint32 codes, uint32 factors) {
-    uint32 scaled = 0;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        uint32 values;
-        uint16 pair = static_cast<uint16>(codes >> 16 * i);
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(values) : "h"(pair));
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(values) : "r"(values), "r"(factors));
-        asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(pair) : "r"(values));
-        scaled |= static_cast<uint32>(pair) << 16 * i;
-    }
-    return scaled;
-}
-
-// 16 codes times 2^-halvings, with at least one halving. Float16 has 2^-24 and more; what is less leaves zeros of E4M3.
-__device__ __forceinline__ Vec16 halve_e4m3(Vec16 codes, uint32 halvings) {
-    const uint32 factor = halvings < 15 ? (15 - halvings) << 10 : halvings < 25 ? 1u << (24 - halvings) : 0;
-#pragma unroll
-    for (uint32& word : codes.word) word = scale_e4m3(word, factor << 16 | factor);
-    return codes;
-}
-
 struct Fp8Scale {
     float scale;   // of the block: value = code * scale
     float factor;  // code = round(value * factor)
@@ -73,13 +50,14 @@ template <int kDtype, int kHidden>
 struct RowToQuantize {
     static constexpr int kLaneValues = 16, kBlockLanes = kFp8Block / kLaneValues;
     using Row = Tiles<kHidden / kLaneValues, kDtype == kFloat32 ? 2 : 4>;
+    using Packed = PackedGroup<kDtype, kLaneValues>;
     static_assert(kHidden % kFp8Block == 0, "whole blocks: 8 lanes are inside the row together, or beyond it");
 
     // All lanes call it together, and put(inside, index, codes, scale): 16 codes, number `index` of such units of the row
     // if they are inside of it, and the scale that they share with the other units of their block.
     template <bool kPowerOfTwo, class Put>
     static __device__ __forceinline__ void tile(const unsigned char* from, int tile, int lane, Put put) {
-        PackedGroup<kDtype, kLaneValues> packed[Row::kSteps];
+        Packed packed[Row::kSteps];
         load(packed, from, tile, lane);
         int index;
 #pragma unroll
@@ -100,14 +78,24 @@ struct RowToQuantize {
     // For one scale of the whole row, which takes two passes. First: the largest magnitude of a tile, in all lanes. Plain
     // loads leave it in the first-level cache.
     static __device__ __forceinline__ float largest_of_tile(const unsigned char* from, int tile, int lane) {
-        using Packed = PackedGroup<kDtype, kLaneValues>;
         Packed packed[Row::kSteps];
-        float amax = 0.0f;
         int index;
 #pragma unroll
         for (int step = 0; step < Row::kSteps; ++step)
             if (Row::unit(tile, step, lane, index))
                 packed[step] = *reinterpret_cast<const Packed*>(from + index * Packed::kBytes);
+        return largest_of(packed, tile, lane);
+    }
+
+    static __device__ __forceinline__ float largest(const unsigned char* from, int lane) {
+        float amax = 0.0f;
+        for (int tile = 0; tile < Row::kCount; ++tile) amax = fmaxf(amax, largest_of_tile(from, tile, lane));
+        return amax;
+    }
+
+    static __device__ __forceinline__ float largest_of(const Packed (&packed)[Row::kSteps], int tile, int lane) {
+        float amax = 0.0f;
+        int index;
 #pragma unroll
         for (int step = 0; step < Row::kSteps; ++step) {
             if (!Row::unit(tile, step, lane, index)) continue;
@@ -120,18 +108,18 @@ struct RowToQuantize {
         return amax;
     }
 
-    static __device__ __forceinline__ float largest(const unsigned char* from, int lane) {
-        float amax = 0.0f;
-        for (int tile = 0; tile < Row::kCount; ++tile) amax = fmaxf(amax, largest_of_tile(from, tile, lane));
-        return amax;
-    }
-
     // Second: put(inside, index, codes) for the units of a tile, by all lanes together.
     template <class Put>
     static __device__ __forceinline__ void tile_by(float factor, const unsigned char* from, int tile, int lane,
                                                    Put put) {
-        PackedGroup<kDtype, kLaneValues> packed[Row::kSteps];
+        Packed packed[Row::kSteps];
         load(packed, from, tile, lane);
+        put_codes(factor, packed, tile, lane, put);
+    }
+
+    template <class Put>
+    static __device__ __forceinline__ void put_codes(float factor, const Packed (&packed)[Row::kSteps], int tile,
+                                                     int lane, Put put) {
         int index;
 #pragma unroll
         for (int step = 0; step < Row::kSteps; ++step) {
@@ -141,8 +129,8 @@ struct RowToQuantize {
     }
 
     // A tile's loads are all on their way before anything is stored.
-    static __device__ __forceinline__ void load(PackedGroup<kDtype, kLaneValues> (&packed)[Row::kSteps],
-                                                const unsigned char* from, int tile, int lane) {
+    static __device__ __forceinline__ void load(Packed (&packed)[Row::kSteps], const unsigned char* from, int tile,
+                                                int lane) {
         int index;
 #pragma unroll
         for (int step = 0; step < Row::kSteps; ++step)

@@ -4,7 +4,7 @@
 //
 // With row scales it is a_scale[row] * b_scale[e, n] * (a[row] . b[e, n]).
 //
-// With SwiGLU, b has 8 rows of gates and 8 of ups in turn, and the output is quantised.
+// With SwiGLU, b has 8 rows of gates and 8 of ups in turn, and the output is quantised; with row scales it is bfloat16.
 //
 // Persistent, in clusters of two blocks. The roles are in device/roles; here they get their types and their threads.
 #pragma once
@@ -15,9 +15,10 @@
 #include "device/roles/expert_tiles.cuh"
 #include "device/roles/load.cuh"
 #include "device/roles/math.cuh"
-#include "device/roles/rescale.cuh"
+#include "device/roles/quantize.cuh"
 #include "device/roles/store.cuh"
 #include "device/roles/swiglu_fp8_epilogue.cuh"
+#include "device/roles/transposed_math.cuh"
 
 struct GroupedGemmArgs {
     TensorMap a;                 // [rows, K] E4M3, boxes of 128 values x 32 rows, swizzled; unless a_windows is used
@@ -26,8 +27,9 @@ struct GroupedGemmArgs {
     const float* a_scales;       // [rows, K / 128]; row scales: [rows]
     const float* b_scales;       // [E, N / 128, K / 128]; row scales: [E, N], in the order of b's rows
     const int32* offsets;        // [E + 1] first row of each expert; device memory; unused with slots
-    void* out;                   // [rows, N] bfloat16; SwiGLU: [rows, N / 2] E4M3; unused if scattered
-    float* out_scales;           // SwiGLU: [rows, N / 256]
+    void* out;                   // [rows, N] bfloat16; SwiGLU: [rows, N / 2] E4M3, with row scales bfloat16; unused if
+                                 // scattered
+    float* out_scales;           // SwiGLU with block scales: [rows, N / 256]
     const float* row_weights;    // SwiGLU, biased: [rows], or null for ones
     float clamp;                 // SwiGLU, clamped: the most of a gate, and the largest magnitude of an up
     int32 capacity;              // slots: S, the places of each expert; expert e has rows e * S and on
@@ -49,38 +51,50 @@ struct GroupedGemmArgs {
     const uint64* peers;         // [ranks] every rank's buffer,
     uint64 results;              // offset in it of rows of bfloat16
     uint32* claimed;             // claims: [1] count of claimed tiles, 0 before and after
-    // Scattered, with row scales: what the first GEMM has stored gets one scale a row, see device/roles/rescale.cuh
-    unsigned char* a_values;     // [rows, K] E4M3, with
-    const float* a_tile_scales;  // [rows, K / 128], which become
-    float* a_row_scales;         // [rows], as a_scales says
-    uint32* rescaled;            // [1] shares of rows that a warp has; 0 before the call
-    uint64 padding[4];           // to a multiple of the alignment of tensor maps
+    // Scattered, with row scales: what the first GEMM has stored is quantised, see device/roles/quantize.cuh
+    unsigned char* activations;  // [rows, K] bfloat16, of which E4M3 becomes the first half of each row, with
+    float* activation_scales;    // [rows], as a_scales says
+    uint32* quantized;           // [1] rows that a warp has; 0 before the call
+    uint64 padding[5];           // to a multiple of the alignment of tensor maps
 };
 
 // One of two GEMMs in turn.
 template <class Shape>
 constexpr bool kInTurn = Shape::awaits != 0 || Shape::scatters != 0;
 
-// Rows of a get one scale each before they are multiplied.
+// Rows of a are quantised before they are multiplied.
 template <class Shape>
-constexpr bool kRescales = Shape::row_scales != 0 && Shape::scatters != 0;
+constexpr bool kQuantizes = Shape::row_scales != 0 && Shape::scatters != 0;
 
 // The choices of a variant. Each is made once, here: what becomes of sums, where rows come from, where they go, and
 // which rows are which expert's.
 template <class Shape>
+__device__ __forceinline__ auto form_of(const GroupedGemmArgs& args) {
+    constexpr bool kClamped = Shape::clamped != 0, kFastMath = Shape::fast_math != 0;
+    if constexpr (Shape::plain != 0) return LimitedForm<kClamped, PlainSwiglu<kFastMath>>{args.clamp};
+    else {
+        using Form = GatedActivation<Shape::function, kFastMath, Shape::biased != 0>;
+        return LimitedForm<kClamped, Form>{args.clamp, {args.alpha, args.up_offset, args.bias}};
+    }
+}
+
+template <class Shape>
 __device__ __forceinline__ auto epilogue_of(const GroupedGemmArgs& args) {
-    constexpr bool kClamped = Shape::clamped != 0, kPowerOfTwo = Shape::power_of_two != 0;
-    constexpr bool kFastMath = Shape::fast_math != 0, kBiased = Shape::biased != 0;
-    static_assert(Shape::row_scales == 0 || Shape::swiglu == 0 || kPowerOfTwo, "codes are rescaled by powers of two");
-    if constexpr (Shape::swiglu != 0 && Shape::plain != 0)
-        return SwigluFp8Epilogue<Shape::n, kClamped, kPowerOfTwo, kFastMath>{args.out_scales, args.row_weights,
-                                                                             args.clamp};
-    else if constexpr (Shape::swiglu != 0) {
-        using Form = GatedActivation<Shape::function, kFastMath, kBiased>;
-        return SwigluFp8Epilogue<Shape::n, kClamped, kPowerOfTwo, kFastMath, Form>{
-            args.out_scales, args.row_weights, args.clamp, {args.alpha, args.up_offset, args.bias}};
-    } else if constexpr (kBiased) return BiasedBf16Epilogue<Shape::n>{args.bias, args.row_weights};
-    else return Bf16Epilogue<Shape::n>{};
+    constexpr int kN = Shape::n;
+    if constexpr (Shape::row_scales != 0) {
+        if constexpr (Shape::swiglu != 0) {
+            using Form = decltype(form_of<Shape>(args));
+            return TransposedActivationEpilogue<kN, Shape::tile_rows, Form>{{args.a_scales, args.b_scales, args.row_weights},
+                                                          form_of<Shape>(args)};
+        } else
+            return TransposedBf16Epilogue<kN, Shape::tile_rows, Shape::biased != 0>{{args.a_scales, args.b_scales, args.row_weights},
+                                                                  args.bias};
+    } else if constexpr (Shape::swiglu != 0) {
+        using Form = decltype(form_of<Shape>(args));
+        return SwigluFp8Epilogue<kN, Shape::power_of_two != 0, Form>{args.out_scales, args.row_weights,
+                                                                     form_of<Shape>(args)};
+    } else if constexpr (Shape::biased != 0) return BiasedBf16Epilogue<kN>{args.bias, args.row_weights};
+    else return Bf16Epilogue<kN>{};
 }
 
 template <class Shape>
@@ -96,12 +110,14 @@ __device__ __forceinline__ auto rows_of(const GroupedGemmArgs& args) {
     else return BlockScaledRows<Shape::k, Maps>{maps_of<Shape>(args), args.a_scale_map, args.a_scales};
 }
 
-template <class Shape, class Columns>
+template <class Shape>
 __device__ __forceinline__ auto weights_of(const GroupedGemmArgs& args) {
     constexpr bool kOnce = Shape::weights_once != 0;
-    if constexpr (Shape::row_scales != 0)
-        return ChannelScaledWeights<Shape::n, Shape::k, Columns, kOnce>{args.b, args.b_scales, args.a_scales};
-    else return BlockScaledWeights<Shape::n, Shape::k, Columns, kOnce>{args.b, args.b_scales};
+    if constexpr (Shape::row_scales != 0) return ChannelScaledWeights<Shape::n, Shape::k, Shape::tile_rows, kOnce>{args.b};
+    else {
+        using Columns = typename decltype(epilogue_of<Shape>(args))::Columns;
+        return BlockScaledWeights<Shape::n, Shape::k, Columns, kOnce>{args.b, args.b_scales};
+    }
 }
 
 template <class Shape, int64 kRowBytes, class Shared>
@@ -117,7 +133,7 @@ template <class Shape>
 __device__ __forceinline__ auto gate_of(const GroupedGemmArgs& args, uint32 epoch) {
     if constexpr (Shape::awaits != 0)
         return OpenWhenArrived<Shape::num_ranks>{args.arrived, args.expected, args.deadline, epoch};
-    else if constexpr (Shape::scatters != 0) return OpenWhenStored<kRescales<Shape>>{args.stored, args.stored_by};
+    else if constexpr (Shape::scatters != 0) return OpenWhenStored<kQuantizes<Shape>>{args.stored, args.stored_by};
     else return AlwaysOpen{};
 }
 
@@ -133,10 +149,10 @@ __device__ __forceinline__ auto bounds_of() {
     else return BoundsByOffset<Shape::num_experts>{};
 }
 
-template <class Epilogue, class Bounds, class ScaleRing, int kStages, int kRanks>
+template <class Epilogue, class Bounds, class Weights, int kStages, int kRanks>
 struct GemmShared {
-    alignas(1024) OperandRing<kStages, ScaleRing> ring;
-    Staging<Epilogue::kTileRowBytes> staging;
+    alignas(1024) OperandRing<kStages, typename Weights::ScaleRing, typename Weights::OperandB> ring;
+    typename Epilogue::Staged staging;
     typename Epilogue::Shared epilogue;
     Bounds bounds;
     TileBoard board;
@@ -144,25 +160,28 @@ struct GemmShared {
     uint64 peers[kRanks > 0 ? kRanks : 1];  // args.peers, if results are scattered
 };
 
+template <class Shape>
+using CutOf = typename decltype(weights_of<Shape>(GroupedGemmArgs{}))::Cut;
+
 // As all roles but the loader see them.
 template <class Shape, class Shared>
 __device__ __forceinline__ auto tiles_of(Shared& shared) {
     using Bounds = decltype(bounds_of<Shape>());
-    if constexpr (Shape::claims != 0) return ToldTiles<Shape::n, Bounds>{shared.board, shared.bounds};
-    else return ExpertTiles<Shape::n, Bounds>(shared.bounds);
+    using Cut = CutOf<Shape>;
+    if constexpr (Shape::claims != 0) return ToldTiles<Cut, Bounds>{shared.board, shared.bounds};
+    else return ExpertTiles<Cut, Bounds>(shared.bounds);
 }
 
 template <class Shape>
 __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     using Epilogue = decltype(epilogue_of<Shape>(args));
     using Rows = decltype(rows_of<Shape>(args));
-    using Weights = decltype(weights_of<Shape, typename Epilogue::Columns>(args));
+    using Weights = decltype(weights_of<Shape>(args));
     using Bounds = decltype(bounds_of<Shape>());
-    using ScaleRing = typename Weights::template ScaleRing<Shape::stages>;
-    using Shared = GemmShared<Epilogue, Bounds, ScaleRing, Shape::stages, Shape::num_ranks>;
+    using Shared = GemmShared<Epilogue, Bounds, Weights, Shape::stages, Shape::num_ranks>;
     const Epilogue epilogue = epilogue_of<Shape>(args);
     const Rows rows = rows_of<Shape>(args);
-    const Weights weights = weights_of<Shape, typename Epilogue::Columns>(args);
+    const Weights weights = weights_of<Shape>(args);
     const Trace<Shape::traced != 0> trace{args.trace};
     if (threadIdx.x == 0) trace.mark(kStarts, 0, kBegins);
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -170,7 +189,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     auto& shared = *reinterpret_cast<Shared*>(memory);
     const auto destination = destination_of<Shape, Epilogue::kRowBytes>(args, shared);
 
-    // Warpgroups 0 and 1 multiply. Of the last one, warp 0 loads, warp 1 loads beside it or rescales, warps 2 and 3 store.
+    // Warpgroups 0 and 1 multiply. Of the last one, warp 0 loads, warp 1 loads beside it or quantises, warps 2 and 3 store.
     constexpr int kThreads = kGroupThreads * (kGroups + 1);
     constexpr int kMathRegisters = 216, kOtherRegisters = 72;
     static_assert(kGroups * kMathRegisters + kOtherRegisters <= 504, "what the launch gives three warpgroups");
@@ -204,7 +223,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
             const auto gate = gate_of<Shape>(args, epoch);
             if constexpr (Shape::claims != 0)
                 load_tiles(shared.ring, rows, weights,
-                           ClaimingTiles<Shape::n, Bounds>(shared.board, shared.bounds, args.claimed, block), trace,
+                           ClaimingTiles<CutOf<Shape>, Bounds>(shared.board, shared.bounds, args.claimed, block), trace,
                            block, gate);
             else load_tiles(shared.ring, rows, weights, tiles_of<Shape>(shared), trace, block, gate);
         }
@@ -212,12 +231,10 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
             if (warp == 1)
                 rows.load_beside(shared.ring, weights, tiles_of<Shape>(shared), block, lane,
                                  gate_of<Shape>(args, epoch));
-        if constexpr (kRescales<Shape>)
+        if constexpr (kQuantizes<Shape>)
             if (warp == 1)
-                RowRescaler<Shape::k>{{args.a_values, args.a_tile_scales, args.a_row_scales},
-                                      args.stored,
-                                      args.stored_by,
-                                      args.rescaled}
+                RowQuantizer<Shape::k, CutOf<Shape>>{args.activations, args.activation_scales, args.stored,
+                                                    args.stored_by, args.quantized}
                     .run(shared.bounds, lane);
         if (warp >= kGroupWarps - kStoreWarps)
             store_tiles<Epilogue>(shared.staging, destination, tiles_of<Shape>(shared), trace, block,
@@ -225,8 +242,13 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
         __syncwarp();
     } else {
         take_registers<kMathRegisters>();
-        multiply_tiles(shared.ring, weights, epilogue, shared.staging, shared.epilogue, tiles_of<Shape>(shared), trace,
-                       block, group, threadIdx.x % kGroupThreads);
+        const int thread = threadIdx.x % kGroupThreads;
+        if constexpr (Shape::row_scales != 0)
+            multiply_tiles_transposed<Weights>(shared.ring, epilogue, shared.staging, shared.epilogue,
+                                               tiles_of<Shape>(shared), trace, block, group, thread);
+        else
+            multiply_tiles<Weights>(shared.ring, epilogue, shared.staging, shared.epilogue, tiles_of<Shape>(shared),
+                                    trace, block, group, thread);
     }
     if constexpr (kInTurn<Shape>) wait_for_earlier_kernels();  // whoever waits for this one waits for those before it
     cluster_sync();  // no block leaves while the other arrives on its barriers

@@ -16,16 +16,18 @@ from tokenloom.plan import FUNCTIONS, align_up
 
 THREADS = 384
 CLUSTER = 2
-TILE_ROWS, TILE_COLUMNS, BLOCK = 128, 256, 128
-"""kTileRows, kTileColumns and kBlock of device/roles/gemm_tile.cuh."""
-A_BOX_ROWS, B_BOX_ROWS = 32, 128
-"""kBoxRows of RowOperand and WeightOperand in device/roles/operand_ring.cuh."""
+GROUPS, BLOCK, LEAST_STEP = 2, 128, 64
+"""kGroups, kBlock and kLeastStep of device/roles/gemm_tile.cuh."""
+TILES = {"block": (128, 256), "row": (256, 128)}
+"""By recipe, the most rows of a tile and its columns: FixedCut and EvenCut of device/roles/expert_tiles.cuh."""
+ROW_BOX, WEIGHT_BOX = 32, 128
+"""kRowBox and kWeightBox of device/roles/operand_ring.cuh."""
 SCALE_BLOCKS = 8
 """kScaleBlocks of device/roles/gemm_tile.cuh."""
-MOST_STAGES = 4
+MOST_STAGES = {"block": 4, "row": 6}
 MOST_BYTES_ONCE = 512 << 20
 """Bytes of all weights up to which a MegaMoE gains when the second-level cache drops them first (docs/performance)."""
-RESCALE_THREADS = 256
+QUANTIZE_THREADS = 256
 STORE_WARPS = 2
 """kStoreWarps of device/roles/store.cuh."""
 BOARD_BYTES = 4 * (2 * 4 + 2 * 8)
@@ -44,7 +46,7 @@ class Bf16Epilogue:
     """
 
     biased: bool = False
-    tile_row_bytes: ClassVar[int] = TILE_COLUMNS * 2
+    bytes_of_columns: ClassVar[dict[str, float]] = {"block": 2, "row": 2}
     shared_bytes: ClassVar[int] = 1
 
     def __str__(self) -> str:
@@ -58,7 +60,9 @@ class Bf16Epilogue:
 
 @dataclass(frozen=True, kw_only=True)
 class SwigluFp8Epilogue:
-    """Sums are gates and ups, which become weighted activations in FP8. The output is [rows, n / 2], and scales.
+    """Sums are gates and ups, which become weighted activations. The output is [rows, n / 2].
+
+    With recipe "block" it is FP8, beside scales; with "row" it is bfloat16, which is quantised once rows are whole.
 
     Attributes:
         clamped: gates are at most ``GroupedGemmArgs.clamp``; ups are within plus and minus that.
@@ -75,8 +79,8 @@ class SwigluFp8Epilogue:
     function: str = "silu"
     adjusted: bool = False
     biased: bool = False
-    tile_row_bytes: ClassVar[int] = TILE_COLUMNS // 2
-    shared_bytes: ClassVar[int] = 4 * TILE_ROWS
+    bytes_of_columns: ClassVar[dict[str, float]] = {"block": 0.5, "row": 1}
+    shared_bytes: ClassVar[int] = 4 * TILES["block"][0]
 
     def __str__(self) -> str:
         options = {
@@ -122,8 +126,8 @@ class GroupedGemmArgs(ctypes.Structure):
         *uint64_fields("arrived", "expected"),
         ("deadline", Deadline),
         *uint64_fields("row_homes", "peers", "results", "claimed"),
-        *uint64_fields("a_values", "a_tile_scales", "a_row_scales", "rescaled"),
-        ("padding", ctypes.c_uint64 * 4),
+        *uint64_fields("activations", "activation_scales", "quantized"),
+        ("padding", ctypes.c_uint64 * 5),
     ]
 
 
@@ -138,12 +142,14 @@ class GroupedGemmVariant:
         awaits: the number of ranks whose rows arrive while it runs, or 0. This is the first of two GEMMs in turn: it
             counts the tiles of rows that it has stored. Both may be launched early.
         scatters: the number of ranks to which rows of the output go, each to the one where its token is, or 0. This is
-            the second GEMM, which takes rows as they are stored. With recipe "row" it first gives each one scale.
+            the second GEMM, which takes rows as they are stored. With recipe "row" it first quantises them.
         slots: each expert has places of its own for rows, and a count. Otherwise offsets say which rows are whose.
         claims: clusters claim tiles one by one, instead of taking every so many; see ``GroupedGemmArgs.claimed``.
         traced: roles write when they work on which tile, see :func:`trace_times`.
         recipe: one of ``RECIPES``. With "row", rows of a and rows of b (output channels) have one scale each, and
             products are added by the tensor cores over all of K.
+        tile_rows: the most rows of a tile, by default those of ``TILES``. Recipe "row" also takes another multiple of
+            32 from 128 on: with fewer rows more weights are on their way. Two GEMMs in turn have the same.
     """
 
     num_experts: int
@@ -157,10 +163,12 @@ class GroupedGemmVariant:
     claims: bool = False
     traced: bool = False
     recipe: str = "block"
+    tile_rows: int | None = None
 
     def __str__(self) -> str:
         choices = ("slots", "claims", "traced")
         parts = [f"e{self.num_experts} n{self.n} k{self.k}", str(self.epilogue)]
+        parts += [f"tiles of {self.tile_rows} rows"] if self.tile_rows else []
         parts += ["row scales"] if self.recipe == "row" else []
         parts += [f"awaits rows of {self.awaits} ranks"] if self.awaits else []
         parts += [f"scatters to {self.scatters} ranks"] if self.scatters else []
@@ -172,7 +180,9 @@ class GroupedGemmVariant:
         Raises:
             InvalidArgument: offsets of so many experts leave no shared memory for operands.
         """
-        stages = max((s for s in range(1, MOST_STAGES + 1) if self._shared_bytes(s) <= MAX_SHARED_BYTES), default=0)
+        stages = max(
+            (s for s in range(1, MOST_STAGES[self.recipe] + 1) if self._shared_bytes(s) <= MAX_SHARED_BYTES), default=0
+        )
         if stages < 2:
             raise InvalidArgument(
                 f"{self.num_experts} experts on a rank leave {stages} stages of shared memory for operands, "
@@ -192,6 +202,7 @@ class GroupedGemmVariant:
             "stages": stages,
             "claims": int(self.claims),
             "row_scales": int(self.recipe == "row"),
+            "tile_rows": self.tile_rows or TILES[self.recipe][0],
             "weights_once": int(in_turn and self.num_experts * self.n * self.k <= MOST_BYTES_ONCE),
         }
         return KernelSpec(
@@ -206,32 +217,37 @@ class GroupedGemmVariant:
 
     def _shared_bytes(self, stages: int) -> int:
         """Size of GemmShared in grouped_gemm.cuh, member by member."""
-        barriers = 2 * 8
-        ring = stages * ((TILE_ROWS + TILE_COLUMNS) * BLOCK + barriers)
+        barriers, (most_rows, columns) = 2 * 8, TILES[self.recipe]
+        rows = self.tile_rows or most_rows
+        ring = stages * ((rows + columns) * BLOCK + barriers)
+        row_bytes = int(columns * self.epilogue.bytes_of_columns[self.recipe])
         if self.recipe == "row":
-            ring += 4 * TILE_COLUMNS * (-(-stages // (self.k // BLOCK)) + 1)
+            ring += 8  # no scales
+            staging = GROUPS * rows * (row_bytes // GROUPS + 16)
+            epilogue = 2 * 4 * GROUPS * rows
         else:
-            ring += 2 * 4 * SCALE_BLOCKS * (TILE_ROWS + TILE_COLUMNS // BLOCK)
-        staging = TILE_ROWS * (self.epilogue.tile_row_bytes + 16) + 2 * barriers
-        epilogue = align_up(self.epilogue.shared_bytes, 4)
+            ring += 2 * 4 * SCALE_BLOCKS * (rows + columns // BLOCK)
+            staging = rows * (row_bytes + 16)
+            epilogue = align_up(self.epilogue.shared_bytes, 4)
+        staging += 2 * barriers
         experts = 4 * (self.num_experts + 1)
         epoch_and_peers = 8 + 4 + 8 * max(self.awaits, self.scatters, 1)  # 8 for gaps
         return align_up(align_up(ring, 128) + staging + epilogue + experts + BOARD_BYTES + epoch_and_peers, 1024)
 
 
-class RescaleRowsArgs(ctypes.Structure):
-    """Mirror of RescaleRowsArgs in rescale_rows.cuh, which says what each value is."""
+class QuantizeRowsArgs(ctypes.Structure):
+    """Mirror of QuantizeRowsArgs in quantize_rows.cuh, which says what each value is."""
 
     _fields_ = [
-        *uint64_fields("values", "tile_scales", "row_scales", "offsets", "counts"),
+        *uint64_fields("rows", "values", "scales", "offsets", "counts"),
         ("num_rows", ctypes.c_int64),
         *int32_fields("num_experts", "capacity"),
     ]
 
 
 @dataclass(frozen=True)
-class RescaleRowsVariant:
-    """One compiled form of the kernel that gives each row of activations one scale.
+class QuantizeRowsVariant:
+    """One compiled form of the kernel that quantises rows of activations.
 
     Attributes:
         width: values of a row, a multiple of 128.
@@ -242,23 +258,23 @@ class RescaleRowsVariant:
     slots: bool = False
 
     def __str__(self) -> str:
-        return f"rescale_rows, {self.width} values" + ", slots" * self.slots
+        return f"quantize_rows, {self.width} values" + ", slots" * self.slots
 
     def spec(self) -> KernelSpec:
         """What to compile and how to launch it: with any number of blocks."""
-        shape = {"width": self.width, "slots": int(self.slots), "threads": RESCALE_THREADS}
-        path = "kernels/gemm/rescale_rows.cuh"
-        return KernelSpec("rescale_rows", path, tuple(shape.items()), RescaleRowsArgs, RESCALE_THREADS)
+        shape = {"width": self.width, "slots": int(self.slots), "threads": QUANTIZE_THREADS}
+        path = "kernels/gemm/quantize_rows.cuh"
+        return KernelSpec("quantize_rows", path, tuple(shape.items()), QuantizeRowsArgs, QUANTIZE_THREADS)
 
 
 def tile_places(rows: int, num_experts: int) -> int:
     """Places of tiles in ``GroupedGemmArgs.stored``, as device/roles/gate.cuh gives them."""
-    return rows // TILE_ROWS + num_experts
+    return rows // LEAST_STEP + num_experts
 
 
-def warps_that_store(columns: int) -> int:
+def warps_that_store(columns: int, recipe: str) -> int:
     """Warps that store a tile of rows, of so many columns before the epilogue."""
-    return STORE_WARPS * CLUSTER * -(-columns // (CLUSTER * TILE_COLUMNS))
+    return STORE_WARPS * CLUSTER * -(-columns // (CLUSTER * TILES[recipe][1]))
 
 
 def trace_times(blocks: int, device: torch.device) -> torch.Tensor:
@@ -279,21 +295,24 @@ def wide_scales(k: int) -> bool:
     return k % (4 * BLOCK) == 0
 
 
-def row_windows(rows: torch.Tensor) -> torch.Tensor:
-    """Describe windows of 1 to TILE_ROWS rows of a contiguous E4M3 matrix, as boxes of 128 values x A_BOX_ROWS rows.
+def row_windows(rows: torch.Tensor, recipe: str) -> torch.Tensor:
+    """Describe windows of 1 row to those of a tile, of an E4M3 matrix, as boxes of 128 values x ROW_BOX rows.
+
+    Args:
+        rows: [R, K], whose rows may lie apart.
 
     Returns:
-        uint8 [TILE_ROWS, 128], tensor maps on the device of ``rows``.
+        uint8 [rows of a tile, 128], tensor maps on the device of ``rows``.
     """
-    num_rows, width = rows.shape
+    (num_rows, width), apart, most = rows.shape, rows.stride(0), TILES[recipe][0]
     maps = bytearray()
-    for window in range(1, TILE_ROWS + 1):
+    for window in range(1, most + 1):
         fits = min(window, num_rows)
-        windows = rows.as_strided((num_rows - fits + 1, fits, width), (width, width, 1))
-        maps += bytes(tensor_map(windows, (BLOCK, A_BOX_ROWS, 1), swizzle=True))
-    return torch.frombuffer(maps, dtype=torch.uint8).view(TILE_ROWS, -1).to(rows.device)
+        windows = rows.as_strided((num_rows - fits + 1, fits, width), (apart, apart, 1))
+        maps += bytes(tensor_map(windows, (BLOCK, ROW_BOX, 1), swizzle=True))
+    return torch.frombuffer(maps, dtype=torch.uint8).view(most, -1).to(rows.device)
 
 
 def scale_map(scales: torch.Tensor) -> TensorMap:
     """Describe a contiguous float32 matrix as boxes of 8 values x 128 rows; its rows are multiples of 16 bytes."""
-    return tensor_map(scales, (SCALE_BLOCKS, TILE_ROWS))
+    return tensor_map(scales, (SCALE_BLOCKS, TILES["block"][0]))

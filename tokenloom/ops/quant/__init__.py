@@ -1,7 +1,7 @@
 """Quantisation: values in a narrow format, with scales."""
 
 from tokenloom.ops.quant.four_bits import MXFP4, FourBits, dequantize_four_bits
-from tokenloom.ops.quant.fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_blocks, require_recipe, share_row_scales
+from tokenloom.ops.quant.fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_blocks, require_recipe
 from tokenloom.ops.quant.weights import WeightReport, weights_for
 
 __all__ = [
@@ -13,6 +13,5 @@ __all__ = [
     "quantize_fp8",
     "quantize_fp8_blocks",
     "require_recipe",
-    "share_row_scales",
     "weights_for",
 ]

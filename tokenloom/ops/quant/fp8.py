@@ -86,25 +86,6 @@ def quantize_weights(recipe: str, w: torch.Tensor) -> tuple[torch.Tensor, torch.
     return quantize_fp8(w, recipe="row") if recipe == "row" else quantize_fp8_blocks(w)
 
 
-def share_row_scales(q: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give each row one scale, the largest of those that its blocks have, which are powers of two.
-
-    Codes are multiplied by their block's scale over the row's, and rounded to nearest even. That changes a value only
-    where it falls below E4M3's least normal number, 2^-6.
-
-    Args:
-        q: float8_e4m3fn [R, H].
-        scales: float32 [R, H / 128], powers of two.
-
-    Returns:
-        q: float8_e4m3fn [R, H]; scales: float32 [R].
-    """
-    largest = scales.amax(-1)
-    blocks = q.float().unflatten(-1, (scales.shape[-1], FP8_BLOCK))
-    rescaled = blocks * (scales / largest.unsqueeze(-1)).unsqueeze(-1)
-    return rescaled.flatten(-2).to(torch.float8_e4m3fn), largest
-
-
 def dequantize_fp8(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Multiply FP8 values by their scales in float32, then cast.
 

@@ -30,9 +30,29 @@ inline void wgmma_e4m3(float (&d)[64], uint32 a, uint32 b, int accumulate) {
     for (int i = 0; i < 64; ++i) d[i] = sums[i / 2 % 2][i / 4 * 2 + i % 2];
 }
 
-inline void wgmma_e4m3(float (&d)[2][64], uint32 a, uint32 b) {
-    for (uint32 half = 0; half < 2; ++half) wgmma_e4m3(d[half], a, b + half * (128 * 128 >> 4), 1);
-}
+// 32 columns at a time.
+template <int kColumns>
+struct ProductOf {
+    template <int kRegisters>
+    static void add(float (&d)[kRegisters], uint32 a, uint32 b) {
+        static_assert(kRegisters >= kColumns / 2, "room for the product");
+        const int thread = emulated_thread().x % 128, lane = thread % 32, first = thread / 32 * 16 + lane / 4;
+        unsigned char rows[2][32], columns[32][32];
+        float sums[2][32];
+        for (int half = 0; half < 2; ++half) emulated_row(rows[half], a, first + 8 * half);
+        for (int begin = 0; begin < kColumns / 4; begin += 32) {  // of this thread's columns
+            const int count = kColumns / 4 - begin < 32 ? kColumns / 4 - begin : 32;
+            for (int i = 0; i < 32; ++i) {
+                const int own = begin + (i < count ? i : 0);
+                emulated_row(columns[i], b, own / 2 * 8 + 2 * (lane % 4) + own % 2);
+                for (int half = 0; half < 2; ++half) sums[half][i] = d[own / 2 * 4 + 2 * half + own % 2];
+            }
+            emulated_product(sums, rows, columns, b * 4 + lane % 4 + begin);
+            for (int i = 0; i < count; ++i)
+                for (int half = 0; half < 2; ++half) d[(begin + i) / 2 * 4 + 2 * half + i % 2] = sums[half][i];
+        }
+    }
+};
 
 inline void store_matrices(void* row, uint32 m0, uint32 m1, uint32 m2, uint32 m3) {
     const unsigned lane = emulated_thread().x % 32;
@@ -40,4 +60,23 @@ inline void store_matrices(void* row, uint32 m0, uint32 m1, uint32 m2, uint32 m3
     const uint32 words[4] = {m0, m1, m2, m3};
     for (unsigned matrix = 0; matrix < 4; ++matrix)
         std::memcpy(reinterpret_cast<char*>(rows[matrix * 8 + lane / 4]) + lane % 4 * 4, &words[matrix], 4);
+}
+
+inline void emulated_store_transposed(void* row, const uint32* words, unsigned matrices) {
+    const unsigned lane = emulated_thread().x % 32;
+    const uint64_t* rows = emulated_meet(reinterpret_cast<uint64_t>(row));
+    for (unsigned matrix = 0; matrix < matrices; ++matrix)
+        for (unsigned i = 0; i < 2; ++i)
+            std::memcpy(reinterpret_cast<char*>(rows[matrix * 8 + lane % 4 * 2 + i]) + lane / 4 * 2,
+                        reinterpret_cast<const char*>(&words[matrix]) + 2 * i, 2);
+}
+
+inline void store_transposed(void* row, uint32 m0, uint32 m1) {
+    const uint32 words[2] = {m0, m1};
+    emulated_store_transposed(row, words, 2);
+}
+
+inline void store_transposed(void* row, uint32 m0, uint32 m1, uint32 m2, uint32 m3) {
+    const uint32 words[4] = {m0, m1, m2, m3};
+    emulated_store_transposed(row, words, 4);
 }

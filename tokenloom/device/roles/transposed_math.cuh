@@ -1,0 +1,94 @@
+// The math warpgroups of recipe "row". They multiply 64 output columns each, as the rows of a product, with all rows of the
+// tile, as its columns: so a tile with few rows takes less time. Sums come out transposed (transposed_epilogue.cuh).
+//
+// Scales are of whole rows and channels, so the tensor core adds up all of K. It keeps 13 bits below the largest term of a
+// sum.
+#pragma once
+#include "device/roles/math.cuh"
+#include "device/roles/transposed_epilogue.cuh"
+
+constexpr int kBlocksUnrolled = 2;  // of K; there is a loop for each number of columns
+
+// All blocks of K of a tile of at most kColumns rows. A stage is free when the products of the next one have begun and its
+// own are done. The last block of K comes behind the gate, so what the epilogue needs of each row can be read while its
+// products are under way.
+template <int kColumns, class Epilogue, class Ring, class At>
+__device__ __forceinline__ typename Epilogue::Loaded multiply_columns(Ring& ring, const Epilogue& epilogue, const Tile& tile,
+                                                       const MathThread& self, const At& at, int blocks,
+                                                       float (&sums)[Epilogue::kSums]) {
+    static_assert(Ring::kStages >= 2, "a stage is free when the next one is here");
+    constexpr uint32 kStageA = OperandA::kStageBytes >> 4;  // as descriptors count
+    constexpr uint32 kStageB = Ring::B::kStageBytes >> 4;
+    const uint32 first_a = wgmma_tile(self.a + self.group * kGroupRows * OperandA::kRowBytes);
+    const uint32 first_b = wgmma_tile(self.b);
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) sums[i] = 0.0f;
+    asm volatile("" : "+r"(blocks));  // a loop of one round that is optimised away leaves wgmma unordered (C7519)
+#pragma unroll(kBlocksUnrolled)
+    for (int k = 0; k < blocks; ++k) {
+        const RingUse<Ring::kStages> use(at.blocks + k);
+        mbarrier_wait(&ring.full[use.stage], use.parity);
+        const uint32 a = first_a + use.stage * kStageA, b = first_b + use.stage * kStageB;
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) ProductOf<kColumns>::add(sums, a + 2 * step, b + 2 * step);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (k > 0 && self.lane < 2)
+            mbarrier_arrive_there(self.empty + RingUse<Ring::kStages>(at.blocks + k - 1).stage * 8);
+    }
+    const auto loaded = epilogue.load(tile, self.group, self.thread);
+    wgmma_wait<0>();
+    if (self.lane < 2)
+        mbarrier_arrive_there(self.empty + RingUse<Ring::kStages>(at.blocks + blocks - 1).stage * 8);
+    return loaded;
+}
+
+// The same for any tile.
+template <class Epilogue, class Ring, class At>
+__device__ __forceinline__ typename Epilogue::Loaded multiply_transposed(Ring& ring, const Epilogue& epilogue, const Tile& tile,
+                                                          const MathThread& self, const At& at, int blocks,
+                                                          float (&sums)[Epilogue::kSums]) {
+    constexpr int kMost = 2 * Epilogue::kSums;
+#define MULTIPLY(columns)                                                                                       \
+    case columns / 16:                                                                                          \
+        if constexpr (columns < kMost)                                                                          \
+            return multiply_columns<columns>(ring, epilogue, tile, self, at, blocks, sums)
+    switch ((tile.rows + 15) / 16) {
+        MULTIPLY(16);
+        MULTIPLY(32);
+        MULTIPLY(48);
+        MULTIPLY(64);
+        MULTIPLY(80);
+        MULTIPLY(96);
+        MULTIPLY(112);
+        MULTIPLY(128);
+        MULTIPLY(144);
+        MULTIPLY(160);
+        MULTIPLY(176);
+        MULTIPLY(192);
+        MULTIPLY(208);
+        MULTIPLY(224);
+        MULTIPLY(240);
+        default: return multiply_columns<kMost>(ring, epilogue, tile, self, at, blocks, sums);
+    }
+#undef MULTIPLY
+}
+
+template <class Weights, class Ring, class Epilogue, class Staging, class Tiles, class Trace>
+__device__ __forceinline__ void multiply_tiles_transposed(Ring& ring, const Epilogue& epilogue, Staging& staging,
+                                                          typename Epilogue::Shared& shared, Tiles tiles,
+                                                          const Trace& trace, int32 block, int group, int thread) {
+    const MathThread self = math_thread(ring, block, group, thread);
+    for (Position<Weights::kBlocks> at{0}; tiles.next(at.tiles()); at.advance()) {
+        if (thread == 0) trace.mark(kMultiplies + group, at.tiles(), kBegins);
+        float sums[Epilogue::kSums];
+        const auto loaded =
+            multiply_transposed(ring, epilogue, tiles.tile(block), self, at, Weights::kBlocks, sums);
+        tiles.forget();  // the tile is found again, so that it takes no registers in the main loop
+        if (thread == 0) trace.mark(kMultiplies + group, at.tiles(), kEnds);
+        if (thread == 0) trace.mark(kStages + group, at.tiles(), kBegins);
+        epilogue.stage(staging, shared, loaded, sums, tiles.tile(block), at.tiles(), group, thread);
+        if (thread == 0) trace.mark(kStages + group, at.tiles(), kEnds);
+    }
+}
