@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tests.inference.test_mega_moe import FAULTS, check_case, check_faults, check_many_calls
+from tests.inference.test_mega_moe import FAULTS, check_case, check_faults, check_fewer_tokens, check_many_calls
 from tests.support import emulator
 from tests.support.mega_cases import CASES, Case, assert_near, expected, inputs, make_layer, make_mega
 from tests.support.on_ranks import on_ranks
@@ -35,6 +35,13 @@ FEWER = {"two shared experts": (30, 11), "by row, many tokens": (150, 20)}
 @pytest.mark.parametrize("name", mostly_slow([FAST, FAST_BY_ROW, *SLOW, *BY_ROW, *PADDED], [FAST, FAST_BY_ROW], FULL))
 def test_mega(name: str) -> None:
     emulator.ranks(2).run(check_case, name, tokens=FEWER.get(name))
+
+
+@pytest.mark.slow
+def test_the_same_bits_among_fewer_tokens() -> None:
+    """Where tiles have at most 256, 160 and 128 rows."""
+    case = replace(CASES["by row, one block"], tokens=(75,), experts_per_rank=1)
+    emulator.ranks(2).run(check_fewer_tokens, case, (60, 30))
 
 
 @on_ranks("emulated_two")

@@ -101,7 +101,8 @@ def same_call(launches: Launches) -> None:
     assert gemm2.quantized == sent.begun + 4 * LINE, "and what is counted there, from 0 too"
     assert gemm1.stored == gemm2.stored == sent.begun + 4 * 2 * LINE
     assert barrier.num_cleared == 2 * LINE + tile_places(NUM_RANKS * 600 * TOP_K, LOCAL)
-    assert gemm2.stored_by == 2 * 2 * (2 * INTERMEDIATE // 512), "two warps of two blocks for each pair of strips"
+    columns = 256 if gemm1.shape["row_scales"] else 512
+    assert gemm2.stored_by == 2 * 2 * (2 * INTERMEDIATE // columns), "two warps of two blocks for each pair of strips"
 
 
 def test_each_call_tells_its_own_tensors(launches: Launches) -> None:
@@ -140,7 +141,38 @@ def test_rows_that_are_quantised_in_place(launches: Launches) -> None:
         assert gemm2.activations == gemm1.out
         assert gemm2.a_scales == gemm2.activation_scales != 0
         assert 0 < gemm2.quantized < gemm2.stored
-        assert gemm2.stored_by == 2 * 2 * (2 * INTERMEDIATE // 256)
+
+
+def test_tiles_of_as_many_rows_as_a_call_makes_likely(launches: Launches) -> None:
+    """Each token of a rank brings an expert 4 * 2 / 8 rows on average. Both GEMMs take the same tiles, and all kernels
+    know new weights."""
+    layer = make_layer(recipe="row")
+    for times in range(2):
+        w1, _, w2, _ = new_weights()
+        layer.use_weights(w1, torch.ones(LOCAL, 2 * INTERMEDIATE), w2, torch.full((LOCAL, HIDDEN), 2.0))
+        for num_tokens, tile_rows in ((0, 128), (112, 128), (113, 160), (142, 160), (143, 256), (600, 256)):
+            call(layer, num_tokens)
+            gemm1, gemm2 = launches["gemm1"], launches["gemm2"]
+            assert gemm1.shape["tile_rows"] == gemm2.shape["tile_rows"] == tile_rows, (times, num_tokens)
+            assert gemm2.b_scales == layer.weights[3].data_ptr()
+            same_call(launches)
+
+
+def test_kernels_of_all_calls_that_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there before the first call, so that graphs of any number of tokens may be captured from then on."""
+    made = []
+    init = Kernel.__init__
+
+    def record(kernel: Kernel, spec: Any, device_index: int) -> None:
+        made.append(dict(spec.shape).get("tile_rows"))
+        init(kernel, spec, device_index)
+
+    with StandIns(NUM_RANKS):
+        monkeypatch.setattr(Kernel, "__init__", record)
+        layer = make_layer(recipe="row", max_tokens_per_rank=113)
+        w1, _, w2, _ = new_weights()
+        layer.use_weights(w1, torch.ones(LOCAL, 2 * INTERMEDIATE), w2, torch.ones(LOCAL, HIDDEN))
+        assert sorted(height for height in made if height) == [128, 128, 160, 160]
 
 
 def test_each_gemm_counts_its_own_claims(launches: Launches) -> None:

@@ -169,6 +169,23 @@ def test_a_thousand_calls_on_one_buffer(hoppers: Ranks) -> None:
     hoppers.run(check_many_calls)
 
 
+def check_fewer_tokens(context: RankContext, case: Case, fewer: tuple[int, ...]) -> None:
+    layer = make_layer(case, context.num_ranks, context.device)
+    with make_mega(context, case, layer) as mega:
+        given = inputs(case, layer, context.rank)
+        out = mega(*given)
+        for number in fewer:
+            assert torch.equal(mega(*(each[:number] for each in given)), out[:number]), number
+        mega.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["plain", "by row, many tokens"])
+def test_the_same_bits_among_fewer_tokens(hoppers: Ranks, name: str) -> None:
+    """What becomes of a token does not depend on those beside it. Recipe "row" has other tiles for each number."""
+    hoppers.run(check_fewer_tokens, replace(CASES[name], tokens=(700,)), (1, 40, 150, 250))
+
+
 @on_ranks("hoppers")
 @pytest.mark.gpu
 def test_replays_with_changing_routing(context: RankContext) -> None:

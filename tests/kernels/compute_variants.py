@@ -92,6 +92,23 @@ _VARIANTS: list[tuple[str, Variant]] = [
     ("gemm, row scales, scatters, wide", GroupedGemmVariant(2, 7168, 18432, scatters=8, claims=True, recipe="row")),
     ("gemm, row scales, smallest swiglu", GroupedGemmVariant(1, 256, 128, epilogue=ROW_SCALED, recipe="row")),
     ("gemm, row scales, slots", GroupedGemmVariant(7, 512, 384, slots=True, recipe="row")),
+    # Lower tiles leave more stages, and registers.
+    *(
+        (
+            f"gemm, row scales, {kind}, tiles of {rows} rows",
+            replace(variant, tile_rows=rows, recipe="row", claims=True),
+        )
+        for rows, (kind, variant) in product(
+            (128, 160),
+            {
+                "awaits": GroupedGemmVariant(32, 4096, 7168, epilogue=ROW_SCALED, awaits=8),
+                "awaits, exact": GroupedGemmVariant(32, 4096, 7168, epilogue=EXACT, awaits=8),
+                "scatters": GroupedGemmVariant(32, 7168, 2048, scatters=8),
+                "biased, scatters": GroupedGemmVariant(32, 7168, 2048, epilogue=Bf16Epilogue(biased=True), scatters=8),
+                "slots": GroupedGemmVariant(7, 512, 384, slots=True),
+            }.items(),
+        )
+    ),
     *((str(each), each) for each in (QuantizeRowsVariant(2048), QuantizeRowsVariant(18432, slots=True))),
     # One block of K: a loop that is optimised away leaves wgmma unordered. Scales of such a K are copied by threads.
     ("gemm, smallest", GroupedGemmVariant(1, 128, 128)),

@@ -13,7 +13,7 @@ from tests.support import emulator
 from tokenloom import Activation
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.common import int32_fields, uint64_fields
-from tokenloom.kernels.gemm.launch import TILES as TILE_SIZES
+from tokenloom.kernels.gemm import launch
 from tokenloom.kernels.gemm.launch import Bf16Epilogue
 from tokenloom.ops.activation import apply_activation
 from tokenloom.ops.gemm import separate_gate_and_up, swiglu_epilogue
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not emulator.ON, reason="tests/support/emulator/
 EMULATED = True
 
 EXPERTS, EXPERT = 3, 1
-TILE_ROWS, TILE_COLUMNS = TILE_SIZES["block"]
+TILE_ROWS, TILE_COLUMNS = launch.TILE_HEIGHTS["block"][0], launch.TILE_COLUMNS["block"]
 COLUMNS = 3 * 256
 SHARED_BYTES = 80 * 1024
 
@@ -53,7 +53,8 @@ def run_epilogue(
 ) -> tuple[torch.Tensor, ...]:
     """Staged bytes of a tile, what it was made of, and scales. In the first ``lost`` columns of a row sums are NaN."""
     generator = torch.Generator().manual_seed(rows + column)
-    tile_rows, tile_columns = TILE_SIZES["row" if transposed else "block"]
+    recipe = "row" if transposed else "block"
+    tile_rows, tile_columns = launch.TILE_HEIGHTS[recipe][-1], launch.TILE_COLUMNS[recipe]
     sums = torch.randn(tile_rows, tile_columns, generator=generator) * 2
     sums[:, :lost] = torch.nan
     bias = torch.randn(EXPERTS, n, generator=generator)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tokenloom.jit import compiler
-from tokenloom.kernels.gemm.launch import CLUSTER, LEAST_STEP, TILES
+from tokenloom.kernels.gemm.launch import CLUSTER, LEAST_STEP, TILE_COLUMNS, TILE_HEIGHTS, tile_rows_for
 
 CXX = shutil.which("c++") or shutil.which("g++")
 NUM_EXPERTS = 5
@@ -134,8 +134,8 @@ def check(
     program: Path, rows_by_row: int, clusters: int, n: int, counts: list[int], begins: list[int], bounds: list[int]
 ) -> None:
     found = tiles_of(program, rows_by_row, clusters, n, *bounds)
-    (most_rows, of_tile), places = TILES["row" if rows_by_row else "block"], dict[int, tuple[int, int]]()
-    most_rows = rows_by_row or most_rows
+    of_tile, places = TILE_COLUMNS["row" if rows_by_row else "block"], dict[int, tuple[int, int]]()
+    most_rows = rows_by_row or TILE_HEIGHTS["block"][0]
     covered = set()
     for block, tiles in found.items():
         neighbour = found[block ^ 1]
@@ -174,3 +174,10 @@ def test_a_count_above_the_places_stands_for_all_of_them(program: Path) -> None:
     counts, capacity = [100, 64, 0, 100, 100], 100
     begins = [e * capacity for e in range(NUM_EXPERTS)]
     check(program, 0, 3, 256, counts, begins, [capacity, 101, 64, 0, 1 << 30, 4096])
+
+
+def test_tiles_of_a_number_of_rows() -> None:
+    """As many as most experts have, where there is such a height."""
+    found = {rows: tile_rows_for(rows, "row") for rows in (0, 0.25, 64, 112, 113, 128, 142, 143, 256, 300, 2048)}
+    assert list(found.values()) == [128] * 4 + [160] * 3 + [256] * 4, found
+    assert {tile_rows_for(rows, "block") for rows in found} == {128}

@@ -28,10 +28,10 @@ def test_numbers_are_the_same_on_both_sides() -> None:
         "kTracedTiles": launch.TRACED_TILES,
         "kGroupThreads * (kGroups + 1)": launch.THREADS,
     }
-    for cut, (rows, columns) in zip(("FixedCut<256>", "EvenCut<256>"), launch.TILES.values(), strict=True):
-        numbers |= {f"{cut}::kRows": rows, f"{cut}::kColumns": columns}
+    for cut, recipe in (("FixedCut<256>", "block"), ("EvenCut<256>", "row")):
+        numbers |= {f"{cut}::kRows": launch.TILE_HEIGHTS[recipe][-1], f"{cut}::kColumns": launch.TILE_COLUMNS[recipe]}
     for (recipe, epilogue), name in epilogues.items():
-        numbers[f"{name}::kTileRowBytes"] = int(launch.TILES[recipe][1] * epilogue.bytes_of_columns[recipe])
+        numbers[f"{name}::kTileRowBytes"] = int(launch.TILE_COLUMNS[recipe] * epilogue.bytes_of_columns[recipe])
     roles = [launch.TRACE_ROLES.index(name) for name in ("load", "multiply 0", "epilogue 0", "store", "start")]
     numbers |= dict(zip(("kLoads", "kMultiplies", "kStages", "kStores", "kStarts"), roles, strict=True))
     check(

@@ -12,7 +12,7 @@ from tests.kernels.one_gpu import EmulatedKernel
 from tests.support import emulator
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.common import int32_fields, uint64_fields
-from tokenloom.kernels.gemm.launch import TILES
+from tokenloom.kernels.gemm.launch import TILE_COLUMNS, TILE_HEIGHTS
 
 pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
@@ -30,7 +30,7 @@ def test_a_wait_that_expires_while_a_tile_is_awaited(expires: bool, turns: int) 
     path = str(Path(__file__).with_name("stored_tile.cuh"))
     threads = 2 * 128 + 64
     kernel = EmulatedKernel(KernelSpec("stored_tile", path, (), StoredTileArgs, threads, shared_bytes=80 * 1024), 0)
-    rows, columns = TILES["block"]
+    (rows,), columns = TILE_HEIGHTS["block"], TILE_COLUMNS["block"]
     results = torch.zeros(rows, 2 * columns, dtype=torch.uint8)
     homes = torch.arange(rows, dtype=torch.int32).flip(0)
     peers, fault_claimed = torch.tensor([results.data_ptr()]), torch.zeros(1, dtype=torch.int32)

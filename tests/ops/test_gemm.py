@@ -153,8 +153,8 @@ def test_activations_by_row_are_rounded_to_bfloat16(device: str) -> None:
         gate, up = separate_gate_and_up(hidden.T[None])[0].T.chunk(2, -1)
         want = quant.quantize_fp8((gate * torch.sigmoid(gate) * up).bfloat16(), power_of_two_scales=True, recipe="row")
         same = q[begin:end].view(torch.uint8) == want[0].view(torch.uint8)
-        # Sums of float32 and float64 lie on two sides of a step of bfloat16 now and then, of E4M3 more rarely by 16. Tensor
-        # cores add up with 13 bits. Without the rounding 0.99 are the same.
+        # Sums of float32 and float64 lie on two sides of a step of bfloat16 now and then, of E4M3 more rarely by 16.
+        # Tensor cores add up with 13 bits. Without the rounding, 0.99 are the same.
         assert same.float().mean() > (0.995 if device == "cuda" else 0.998)
         assert torch.equal(scales[begin:end], want[1])
 

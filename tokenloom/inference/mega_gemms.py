@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,15 @@ from tokenloom.inference.expert_memory import LINE, ExpertMemory
 from tokenloom.jit.kernel import Kernel, TensorMap
 from tokenloom.kernels.gemm.launch import (
     CLUSTER,
+    TILE_HEIGHTS,
     WEIGHT_BOX,
     Bf16Epilogue,
     GroupedGemmVariant,
-    SwigluFp8Epilogue,
+    average_rows,
     operand_map,
     row_windows,
     scale_map,
+    tile_rows_for,
     warps_that_store,
     wide_scales,
 )
@@ -64,8 +67,12 @@ class MegaGemms:
         self.fewest_sms = align_up(self.num_sms // 2, CLUSTER)
         self.weights: tuple[torch.Tensor, ...] = ()
         self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._first_of: dict[SwigluFp8Epilogue, Kernel] = {}
-        self._second_of: dict[bool, Kernel] = {}
+        rows_of_token = plan.num_ranks * plan.top_k / plan.num_experts  # of each expert, on average
+        highest = tile_rows_for(plan.max_tokens_per_rank * rows_of_token, recipe)
+        self._heights = [height for height in TILE_HEIGHTS[recipe] if height <= highest]
+        self._most_tokens = [average_rows(height) / rows_of_token for height in self._heights[:-1]]
+        self._kernels: dict[GroupedGemmVariant, Kernel] = {}
+        self._pairs: list[tuple[Kernel, Kernel]] = []
         self._activation: tuple[Activation, bool] = (SWIGLU, False)
         self._biases: Biases = (None, None)
         self.is_stale = True
@@ -74,7 +81,7 @@ class MegaGemms:
 
     def set_activation(self, form: Activation, fast_math: bool) -> None:
         """Do what ``MegaMoE.set_activation`` says."""
-        if (form, fast_math) == self._activation and self._first_of:
+        if (form, fast_math) == self._activation and self._pairs:
             return
         self._choose((form, fast_math), self._biases)
 
@@ -89,33 +96,37 @@ class MegaGemms:
     def trace(self, first: torch.Tensor, second: torch.Tensor) -> None:
         """Take kernels that write when their roles work, as ``MegaTimes.gemm1`` and ``gemm2`` say."""
         self._traces = first, second
-        self._first_of.clear()
-        self._second_of.clear()
+        self._kernels.clear()
         self._choose(self._activation, self._biases)
 
     def _choose(self, activation: tuple[Activation, bool], biases: Biases) -> None:
         """Take the kernels that have this activation and these biases. Nothing changes where one cannot be had now."""
         (form, fast_math), (w1_bias, w2_bias) = activation, biases
-        biased = w2_bias is not None
-        key = swiglu_epilogue(form, self._power_of_two_scales, fast_math, biased=w1_bias is not None)
-        if key not in self._first_of:
-            sizes = (self._num_local, 2 * self._intermediate, self._hidden)
-            self._first_of[key] = self._kernel(*sizes, epilogue=key, awaits=self._num_ranks)
-        if biased not in self._second_of:
-            sizes, epilogue = (self._num_local, self._hidden, self._intermediate), Bf16Epilogue(biased=biased)
-            self._second_of[biased] = self._kernel(*sizes, epilogue=epilogue, scatters=self._num_ranks)
-        self._activation, self._biases = activation, biases
-        self._first, self._second, self.is_stale = self._first_of[key], self._second_of[biased], True
-        if self._traces is not None:
-            self._first.args.trace, self._second.args.trace = (times.data_ptr() for times in self._traces)
-        tell_activation(self._first.args, form)
-        for gemm, bias in ((self._first, w1_bias), (self._second, w2_bias)):
-            gemm.args.bias = 0 if bias is None else bias.data_ptr()
+        swiglu = swiglu_epilogue(form, self._power_of_two_scales, fast_math, biased=w1_bias is not None)
+        first_sizes = (self._num_local, 2 * self._intermediate, self._hidden)
+        second_sizes = (self._num_local, self._hidden, self._intermediate)
+        plain = Bf16Epilogue(biased=w2_bias is not None)
+        pairs = [
+            (
+                self._kernel(*first_sizes, tile_rows=height, epilogue=swiglu, awaits=self._num_ranks),
+                self._kernel(*second_sizes, tile_rows=height, epilogue=plain, scatters=self._num_ranks),
+            )
+            for height in self._heights
+        ]
+        self._activation, self._biases, self._pairs, self.is_stale = activation, biases, pairs, True
+        for first, second in pairs:
+            tell_activation(first.args, form)
+            for gemm, bias in ((first, w1_bias), (second, w2_bias)):
+                gemm.args.bias = 0 if bias is None else bias.data_ptr()
+            if self._traces is not None:
+                first.args.trace, second.args.trace = (times.data_ptr() for times in self._traces)
 
     def _kernel(self, *sizes: int, **choices: Any) -> Kernel:
         traced = self._traces is not None
         variant = GroupedGemmVariant(*sizes, claims=True, traced=traced, recipe=self._recipe, **choices)
-        return Kernel(variant.spec(), self._device.index)
+        if variant not in self._kernels:
+            self._kernels[variant] = Kernel(variant.spec(), self._device.index)
+        return self._kernels[variant]
 
     # -- where it is ----------------------------------------------------------------------------------------
 
@@ -141,14 +152,19 @@ class MegaGemms:
 
     def set_constant_arguments(self) -> None:
         """Set the arguments that are the same in all calls: addresses of memory and of weights."""
-        memory, calls, args = self._memory, self._calls, self._first.args
+        for first, second in self._pairs:
+            self._set_constant_arguments(first, second)
+        self.is_stale = False
+
+    def _set_constant_arguments(self, first: Kernel, second: Kernel) -> None:
+        memory, calls, args = self._memory, self._calls, first.args
         args.a_scale_map = self._arriving_scales
         args.a_windows, args.a_scales = self._arriving.data_ptr(), calls.row_scales.data_ptr()
         args.arrived, args.expected = calls.arrived.data_ptr(), memory.expected.data_ptr()
         args.row_weights, args.claimed = calls.row_weights.data_ptr(), self._claimed[0].data_ptr()
         args.out, args.out_scales = memory.activations.data_ptr(), memory.activation_scales.data_ptr()
         args.b, args.b_scales = self._first_weights
-        args = self._second.args
+        args = second.args
         args.a_scale_map = self._activation_scales
         args.a_windows, args.a_scales = self._activations.data_ptr(), memory.activation_scales.data_ptr()
         args.row_homes, args.peers, args.results = calls.row_homes.data_ptr(), calls.peers, calls.results_offset
@@ -157,23 +173,24 @@ class MegaGemms:
         args.activations, args.activation_scales = memory.activations.data_ptr(), memory.activation_scales.data_ptr()
         args.quantized = memory.quantized.data_ptr()
         args.b, args.b_scales = self._second_weights
-        for gemm in (self._first, self._second):
+        for gemm in (first, second):
             gemm.args.offsets, gemm.args.stored = memory.offsets.data_ptr(), memory.stored.data_ptr()
             gemm.args.begun, gemm.args.deadline = memory.begun.data_ptr(), calls.deadline
             gemm.overlaps_previous = True
-        self.is_stale = False
 
     # -- calls ----------------------------------------------------------------------------------------------
 
-    def run(self, stream: int, gemm2_sms: int, after_stage: Callable[[str], None]) -> None:
+    def run(self, num_tokens: int, stream: int, gemm2_sms: int, after_stage: Callable[[str], None]) -> None:
         """Launch both. GEMM1 begins while the kernel before it sends rows, and GEMM2 wherever GEMM1 leaves an SM.
 
         Args:
+            num_tokens: of this rank. Others may have more or fewer; then tiles are of a size that is less fast.
             stream: handle of the current stream.
             gemm2_sms: SMs that GEMM1 leaves free, if it keeps ``fewest_sms``.
             after_stage: is told when a GEMM has been launched.
         """
-        self._first.launch(max(self.num_sms - gemm2_sms, self.fewest_sms), stream)
+        first, second = self._pairs[bisect_left(self._most_tokens, num_tokens)]
+        first.launch(max(self.num_sms - gemm2_sms, self.fewest_sms), stream)
         after_stage("gemm1")
-        self._second.launch(self.num_sms, stream)
+        second.launch(self.num_sms, stream)
         after_stage("gemm2")

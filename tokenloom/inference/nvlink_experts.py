@@ -183,7 +183,7 @@ class NvlinkExperts:
                 engine.open_calls.count += 1
                 sequence.opened()
                 after_stage("dispatch")
-                self._gemms.run(stream, schedule.gemm2_sms, after_stage)
+                self._gemms.run(len(tokens), stream, schedule.gemm2_sms, after_stage)
                 self._calls.meet(number, known_stream)
             except BaseException:
                 self._memory.counted.zero_()  # the next call expects zeros

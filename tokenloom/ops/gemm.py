@@ -35,6 +35,7 @@ from tokenloom.kernels.gemm.launch import (
     SwigluFp8Epilogue,
     operand_map,
     scale_map,
+    tile_rows_for,
     wide_scales,
 )
 from tokenloom.ops.activation import apply_activation
@@ -117,8 +118,7 @@ def grouped_gemm_fp8(
                 out.flatten(0, -2)[rows] = sums.to(out.dtype)
         return out
     epilogue = Bf16Epilogue(biased=bias is not None)
-    variant = GroupedGemmVariant(*b.shape, epilogue=epilogue, slots=expert_counts is not None, recipe=recipe)
-    kernel = Kernel(spec_of(variant), a.device.index)
+    kernel = _kernel(a, b, epilogue, expert_counts, recipe)
     kernel.args.bias = 0 if bias is None else bias.data_ptr()
     kernel.args.row_weights = 0 if row_weights is None else row_weights.data_ptr()
     _launch(kernel, a, a_scales, b, b_scales, expert_offsets, expert_counts, out)
@@ -208,8 +208,7 @@ def grouped_swiglu_fp8(
                 out_scales.flatten(0, len(rows) - 1)[own] = scales
         return out, out_scales
     epilogue = swiglu_epilogue(form, power_of_two_scales, fast_math, biased=bias is not None)
-    variant = GroupedGemmVariant(*w1.shape, epilogue=epilogue, slots=expert_counts is not None, recipe=recipe)
-    kernel = Kernel(spec_of(variant), a.device.index)
+    kernel = _kernel(a, w1, epilogue, expert_counts, recipe)
     kernel.args.out_scales = out_scales.data_ptr()
     kernel.args.row_weights = 0 if row_weights is None else row_weights.data_ptr()
     kernel.args.bias = 0 if bias is None else bias.data_ptr()
@@ -252,6 +251,19 @@ def separate_gate_and_up(w1: torch.Tensor) -> torch.Tensor:
     turns = w1.view(torch.uint8) if w1.itemsize == 1 else w1
     turns = turns.unflatten(1, (-1, 2, INTERLEAVED_ROWS))
     return turns.transpose(1, 2).reshape(w1.shape).view(w1.dtype)
+
+
+def _kernel(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    epilogue: Bf16Epilogue | SwigluFp8Epilogue,
+    expert_counts: torch.Tensor | None,
+    recipe: str,
+) -> Kernel:
+    tile_rows = tile_rows_for(a.numel() / (b.shape[0] * b.shape[2]), recipe)
+    slots = expert_counts is not None
+    variant = GroupedGemmVariant(*b.shape, epilogue=epilogue, slots=slots, recipe=recipe, tile_rows=tile_rows)
+    return Kernel(spec_of(variant), a.device.index)
 
 
 def _launch(

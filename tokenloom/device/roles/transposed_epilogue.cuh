@@ -150,7 +150,7 @@ struct TransposedActivationEpilogue {
     const Form form;
 
     __device__ __forceinline__ Loaded load(const Tile& tile, int group, int thread) const {
-        return from.load(tile, group, thread, form.biases());
+        return from.load(tile, group, thread, Form::kBiased ? form.biases() : nullptr);
     }
 
     __device__ __forceinline__ void stage(Staged& staging, Shared& shared, const Loaded& loaded,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
@@ -18,8 +19,11 @@ THREADS = 384
 CLUSTER = 2
 GROUPS, BLOCK, LEAST_STEP = 2, 128, 64
 """kGroups, kBlock and kLeastStep of device/roles/gemm_tile.cuh."""
-TILES = {"block": (128, 256), "row": (256, 128)}
-"""By recipe, the most rows of a tile and its columns: FixedCut and EvenCut of device/roles/expert_tiles.cuh."""
+TILE_HEIGHTS = {"block": (128,), "row": (128, 160, 256)}
+"""By recipe, choices of the most rows of a tile. Any multiple of 32 from 128 to 256 works with "row". These are the
+fastest for some number of rows (microbench/notebook/gemm.md)."""
+TILE_COLUMNS = {"block": 256, "row": 128}
+"""FixedCut::kColumns and EvenCut::kColumns of device/roles/expert_tiles.cuh."""
 ROW_BOX, WEIGHT_BOX = 32, 128
 """kRowBox and kWeightBox of device/roles/operand_ring.cuh."""
 SCALE_BLOCKS = 8
@@ -80,7 +84,7 @@ class SwigluFp8Epilogue:
     adjusted: bool = False
     biased: bool = False
     bytes_of_columns: ClassVar[dict[str, float]] = {"block": 0.5, "row": 1}
-    shared_bytes: ClassVar[int] = 4 * TILES["block"][0]
+    shared_bytes: ClassVar[int] = 4 * TILE_HEIGHTS["block"][0]
 
     def __str__(self) -> str:
         options = {
@@ -148,8 +152,8 @@ class GroupedGemmVariant:
         traced: roles write when they work on which tile, see :func:`trace_times`.
         recipe: one of ``RECIPES``. With "row", rows of a and rows of b (output channels) have one scale each, and
             products are added by the tensor cores over all of K.
-        tile_rows: the most rows of a tile, by default those of ``TILES``. Recipe "row" also takes another multiple of
-            32 from 128 on: with fewer rows more weights are on their way. Two GEMMs in turn have the same.
+        tile_rows: the most rows of a tile, by default the most of ``TILE_HEIGHTS``. With fewer rows, more weights are
+            on their way. Two GEMMs in turn have the same.
     """
 
     num_experts: int
@@ -202,7 +206,7 @@ class GroupedGemmVariant:
             "stages": stages,
             "claims": int(self.claims),
             "row_scales": int(self.recipe == "row"),
-            "tile_rows": self.tile_rows or TILES[self.recipe][0],
+            "tile_rows": self._most_rows,
             "weights_once": int(in_turn and self.num_experts * self.n * self.k <= MOST_BYTES_ONCE),
         }
         return KernelSpec(
@@ -215,10 +219,13 @@ class GroupedGemmVariant:
             shared_bytes=self._shared_bytes(stages),
         )
 
+    @property
+    def _most_rows(self) -> int:
+        return self.tile_rows or TILE_HEIGHTS[self.recipe][-1]
+
     def _shared_bytes(self, stages: int) -> int:
         """Size of GemmShared in grouped_gemm.cuh, member by member."""
-        barriers, (most_rows, columns) = 2 * 8, TILES[self.recipe]
-        rows = self.tile_rows or most_rows
+        barriers, rows, columns = 2 * 8, self._most_rows, TILE_COLUMNS[self.recipe]
         ring = stages * ((rows + columns) * BLOCK + barriers)
         row_bytes = int(columns * self.epilogue.bytes_of_columns[self.recipe])
         if self.recipe == "row":
@@ -272,9 +279,24 @@ def tile_places(rows: int, num_experts: int) -> int:
     return rows // LEAST_STEP + num_experts
 
 
+def average_rows(tile_rows: int) -> float:
+    """Rows of an expert on average, at most of which most experts have one tile of ``tile_rows``.
+
+    Routing that is nearly even gives 14 of 15 experts at most 1.5 standard deviations more than the average.
+    """
+    deviations = 1.5
+    return (math.sqrt(tile_rows + (deviations / 2) ** 2) - deviations / 2) ** 2
+
+
+def tile_rows_for(rows: float, recipe: str) -> int:
+    """Choose the most rows of a tile, for experts of so many rows on average."""
+    *lower, most = TILE_HEIGHTS[recipe]
+    return next((height for height in lower if rows <= average_rows(height)), most)
+
+
 def warps_that_store(columns: int, recipe: str) -> int:
     """Warps that store a tile of rows, of so many columns before the epilogue."""
-    return STORE_WARPS * CLUSTER * -(-columns // (CLUSTER * TILES[recipe][1]))
+    return STORE_WARPS * CLUSTER * -(-columns // (CLUSTER * TILE_COLUMNS[recipe]))
 
 
 def trace_times(blocks: int, device: torch.device) -> torch.Tensor:
@@ -304,7 +326,7 @@ def row_windows(rows: torch.Tensor, recipe: str) -> torch.Tensor:
     Returns:
         uint8 [rows of a tile, 128], tensor maps on the device of ``rows``.
     """
-    (num_rows, width), apart, most = rows.shape, rows.stride(0), TILES[recipe][0]
+    (num_rows, width), apart, most = rows.shape, rows.stride(0), TILE_HEIGHTS[recipe][-1]
     maps = bytearray()
     for window in range(1, most + 1):
         fits = min(window, num_rows)
@@ -315,4 +337,4 @@ def row_windows(rows: torch.Tensor, recipe: str) -> torch.Tensor:
 
 def scale_map(scales: torch.Tensor) -> TensorMap:
     """Describe a contiguous float32 matrix as boxes of 8 values x 128 rows; its rows are multiples of 16 bytes."""
-    return tensor_map(scales, (SCALE_BLOCKS, TILES["block"][0]))
+    return tensor_map(scales, (SCALE_BLOCKS, TILE_HEIGHTS["block"][0]))
