@@ -56,6 +56,11 @@ class Ranks:
     def device(self) -> str:
         return self.pool.device
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether ranks take turns on a GPU: each wait for a peer is some milliseconds."""
+        return self.device == "cuda" and self.num_ranks > NUM_GPUS
+
     def run(self, function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S, **kwargs: Any) -> list[Any]:
         """``function(context, *args, **kwargs)`` on every rank of the group; results by rank."""
         return self.pool.run(function, *args, ranks=self.num_ranks, limit_s=limit_s, **kwargs)
@@ -210,7 +215,7 @@ def several(hoppers: Ranks) -> Ranks:
 @pytest.fixture(scope="session")
 def own_gpus(hoppers: Ranks) -> Ranks:
     """Those of which each rank has a GPU for itself: processes of the test's own, and memory that is counted."""
-    if hoppers.device == "cuda" and hoppers.num_ranks > NUM_GPUS:
+    if hoppers.shares_gpus:
         pytest.skip("ranks share GPUs")
     return hoppers
 

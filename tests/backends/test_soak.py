@@ -36,6 +36,8 @@ MAX_TOKENS = 64
 PAIRS = 20
 """Dispatches, and combines, in one graph; their layouts take turns, and each comes in one piece and in halves."""
 REPLAYS = 2500
+SHARED = 50
+"""Where ranks share GPUs, one in so many replays."""
 CAPACITY = 600
 """Of layout "expert": twice what an even routing of all tokens needs, and more than any that is drawn here does."""
 
@@ -46,7 +48,7 @@ def test_soak(hoppers: Ranks) -> None:
     must come home can be told from them alone. The host does not wait before the end, so that every rank runs as far
     ahead as the others let it: a flag, a count or a buffer that is reused too early shows as a wrong value."""
     assert 2 * PAIRS * REPLAYS == 100_000
-    hoppers.run(check_soak, REPLAYS, limit_s=90.0)
+    hoppers.run(check_soak, REPLAYS // SHARED if hoppers.shares_gpus else REPLAYS, limit_s=90.0)
 
 
 def check_soak(context: RankContext, replays: int) -> None:

@@ -123,10 +123,10 @@ CASE = Case("no room", "", tokens=(8, 5, 0, 6), spare=2000, hidden=4096, experts
 
 
 @pytest.mark.alone  # it counts the free memory of the GPU
-def test_no_room_on_one_rank(hoppers: Ranks) -> None:
+def test_no_room_on_one_rank(own_gpus: Ranks) -> None:
     """The first call of a kind makes a buffer on every rank, or on none; then it can be tried again."""
-    found = hoppers.run(check_no_room)
-    assert found == ["OutOfMemoryError"] + ["PeerError"] * (hoppers.num_ranks - 1)
+    found = own_gpus.run(check_no_room)
+    assert found == ["OutOfMemoryError"] + ["PeerError"] * (own_gpus.num_ranks - 1)
 
 
 def check_no_room(context: RankContext) -> str:

@@ -53,8 +53,11 @@ __device__ __forceinline__ void load_rows(Ring& ring, const RingUse<Ring::kStage
             tensor_load(ring.scales.a[ScalePlace<Rows::kBlocks, Ring::kStages>(at, k).buffer], &rows.scale_map, k,
                         tile.row, full);
     unsigned char* to = Weights::kOperandA ? ring.b[use.stage] : ring.a[use.stage];
-    for (int box = block; box < boxes; box += kClusterBlocks)
+    const int ours = (boxes + kClusterBlocks - 1 - block) / kClusterBlocks;
+    for (int i = 0; i < ours; ++i) {  // counted from 0, so that TMA's coordinates stay in uniform registers
+        const int box = i * kClusterBlocks + block;
         rows.maps.load(to + box * kRowBoxBytes, k * kBlock, tile.row, box * kRowBox, tile.rows, full);
+    }
 }
 
 // One tile. Weights of as many stages as there are do not wait for its rows. Those of the last block of K do: with this
