@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -20,6 +21,8 @@ FAST, CLAMPED = SwigluFp8Epilogue(), SwigluFp8Epilogue(clamped=True)
 ROW_SCALED = SwigluFp8Epilogue(power_of_two_scales=True)
 EXACT = SwigluFp8Epilogue(clamped=True, power_of_two_scales=True, fast_math=False)
 GPT_OSS = SwigluFp8Epilogue(clamped=True, adjusted=True, biased=True)
+ROW_GPT_OSS = replace(GPT_OSS, power_of_two_scales=True)
+FOUR_BITS: dict[str, Any] = {"recipe": "row", "four_bits": True, "claims": True}
 OTHER_FORMS = [
     GPT_OSS,
     SwigluFp8Epilogue(clamped=True, power_of_two_scales=True, fast_math=False, adjusted=True, biased=True),
@@ -92,6 +95,21 @@ _VARIANTS: list[tuple[str, Variant]] = [
     ("gemm, row scales, scatters, wide", GroupedGemmVariant(2, 7168, 18432, scatters=8, claims=True, recipe="row")),
     ("gemm, row scales, smallest swiglu", GroupedGemmVariant(1, 256, 128, epilogue=ROW_SCALED, recipe="row")),
     ("gemm, row scales, slots", GroupedGemmVariant(7, 512, 384, slots=True, recipe="row")),
+    # Weights that are decoded in registers take some beside the sums.
+    *(
+        (f"gemm, four bits, {kind}, {rows} rows", replace(variant, tile_rows=rows, **FOUR_BITS))
+        for rows, (kind, variant) in product(
+            (128, 160, 256),
+            {
+                "awaits": GroupedGemmVariant(32, 4096, 7168, epilogue=ROW_SCALED, awaits=8),
+                "awaits, gpt_oss": GroupedGemmVariant(32, 5888, 2944, epilogue=ROW_GPT_OSS, awaits=8),
+                "scatters": GroupedGemmVariant(32, 7168, 2048, scatters=8),
+                "biased, scatters": GroupedGemmVariant(32, 7168, 2048, epilogue=Bf16Epilogue(biased=True), scatters=8),
+                "slots": GroupedGemmVariant(7, 512, 384, slots=True),
+                "smallest": GroupedGemmVariant(1, 128, 128),
+            }.items(),
+        )
+    ),
     # Lower tiles leave more stages, and registers.
     *(
         (

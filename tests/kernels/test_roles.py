@@ -24,6 +24,8 @@ def test_numbers_are_the_same_on_both_sides() -> None:
         "kScaleBlocks": launch.SCALE_BLOCKS,
         "kRowBox": launch.ROW_BOX,
         "kWeightBox": launch.WEIGHT_BOX,
+        "kFourBitBlock": launch.FOUR_BIT_BLOCK,
+        "FourBitOperand::kStageBytes": launch.FOUR_BIT_STAGE,
         "kTraceRoles": len(launch.TRACE_ROLES),
         "kTracedTiles": launch.TRACED_TILES,
         "kGroupThreads * (kGroups + 1)": launch.THREADS,

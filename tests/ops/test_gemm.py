@@ -159,6 +159,34 @@ def test_activations_by_row_are_rounded_to_bfloat16(device: str) -> None:
         assert torch.equal(scales[begin:end], want[1])
 
 
+def test_packed_weights(device: str) -> None:
+    """The same bits as of the FP8 weights that were packed, in both products."""
+    counts, width, k = [37, 0, 140], 256, 384
+    generator = torch.Generator().manual_seed(0)
+    a, a_scales, _, _, offsets = operands(counts, 2 * width, k, device, recipe="row")
+    packed = torch.randint(0, 256, (len(counts), 2 * width, k // 2), generator=generator).to(torch.uint8)
+    exponents = torch.randint(115, 126, (len(counts), 2 * width, k // 32), generator=generator).to(torch.uint8)
+    w, scales, _ = quant.weights_for("row", packed.to(device), exponents.to(device), four_bits=quant.MXFP4)
+    for multiply in (grouped_gemm_fp8, grouped_swiglu_fp8):
+        found = [multiply(a, a_scales, each, scales, offsets, recipe="row") for each in (w, quant.pack_weights(w))]
+        for one, other in zip(*(each if isinstance(each, tuple) else (each,) for each in found), strict=True):
+            assert torch.equal(one.float(), other.float())
+
+
+def test_packed_weights_are_of_recipe_row() -> None:
+    a, w = torch.zeros(3, 256).to(FP8), quant.pack_weights(torch.zeros(2, 128, 256).to(FP8))
+    offsets, scales = torch.tensor([0, 1, 3], dtype=torch.int32), torch.ones(2, 128)
+    assert grouped_gemm_fp8(a, torch.ones(3), w, scales, offsets, recipe="row").shape == (3, 128)
+    with pytest.raises(InvalidArgument, match="b is packed in four bits, which recipe='row' takes; this is 'block'"):
+        grouped_gemm_fp8(a, torch.ones(3, 2), w, torch.ones(2, 1, 2), offsets)
+    with pytest.raises(ShapeMismatch, match=r"b is \[2, 1, 2, 8000\], expected \[E, N, K\]"):
+        grouped_gemm_fp8(a, torch.ones(3), w[..., :8000].contiguous(), scales, offsets, recipe="row")
+    with pytest.raises(DtypeMismatch, match=r"b is torch.uint8, expected torch.float8_e4m3fn"):
+        grouped_gemm_fp8(a, torch.ones(3), torch.zeros(2, 128, 256, dtype=torch.uint8), scales, offsets, recipe="row")
+    with pytest.raises(ShapeMismatch, match=r"a is \[3, 256\], expected \[3, 128\]"):
+        grouped_gemm_fp8(a, torch.ones(3), w[:, :, :1].contiguous(), scales, offsets, recipe="row")
+
+
 FUNCTIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "silu": lambda x, alpha: x * torch.sigmoid(alpha * x),
     "gelu": lambda x, _: functional.gelu(x),

@@ -56,6 +56,7 @@ PUBLIC = {
         "grouped_gemm_fp8",
         "grouped_swiglu_fp8",
         "interleave_gate_and_up",
+        "pack_weights",
         "quantize_fp8",
         "quantize_fp8_blocks",
         "shard_state_dict",

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import tokenloom
-from tokenloom.runtime.deferred_release import release_dropped
+from tokenloom.runtime import deferred_release
 
 PACKAGE = str(Path(tokenloom.__file__).parent)
 INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
@@ -44,7 +44,9 @@ class Way:
 def way_of(call: Callable[[], Any]) -> Way:
     """The way of one call, on this thread."""
     gc.collect()
-    release_dropped()  # a call would release the memory of communicators that tests before have dropped
+    deferred_release.release_dropped()  # a call would release what tests before have dropped,
+    undone = list(deferred_release._waiting)  # or try to
+    deferred_release._waiting.clear()
     way = Way()
     before = sys.getprofile()
     sys.setprofile(way.note)
@@ -52,4 +54,5 @@ def way_of(call: Callable[[], Any]) -> Way:
         call()
     finally:
         sys.setprofile(before)
+        deferred_release._waiting.extend(undone)
     return way

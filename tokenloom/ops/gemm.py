@@ -39,7 +39,15 @@ from tokenloom.kernels.gemm.launch import (
     wide_scales,
 )
 from tokenloom.ops.activation import apply_activation
-from tokenloom.ops.quant import dequantize_fp8, quantize_fp8, require_recipe
+from tokenloom.ops.quant import (
+    dequantize_fp8,
+    is_packed,
+    quantize_fp8,
+    require_recipe,
+    shape_of_weights,
+    unpack_weights,
+)
+from tokenloom.ops.quant.packed_weights import BLOCK_BYTES
 from tokenloom.plan import SWIGLU, Activation
 
 ALIGNMENT_BYTES = 16
@@ -83,7 +91,8 @@ def grouped_gemm_fp8(
         a: float8_e4m3fn [R, K] or [E, S, K], contiguous (``routed.tokens``).
         a_scales: float32 [R, K / 128] or [E, S, K / 128], contiguous (``routed.scales``, of ``scale_layout="rows"``).
             Recipe "row": [R] or [E, S].
-        b: float8_e4m3fn [E, N, K], contiguous, N and K multiples of 128.
+        b: float8_e4m3fn [E, N, K], contiguous, N and K multiples of 128. Recipe "row": also what
+            ``pack_weights`` makes of that.
         b_scales: float32 [E, N / 128, K / 128], contiguous. Recipe "row": [E, N], one for each output channel.
         expert_offsets: int32 [E + 1], first row of each expert and the end, on the same device
             (``routed.expert_offsets``).
@@ -103,13 +112,15 @@ def grouped_gemm_fp8(
         BackendUnavailable: the tensors are neither on a Hopper GPU nor on a CPU.
     """
     _check(a, a_scales, b, b_scales, expert_offsets, expert_counts, recipe)
-    _check_bias(bias, b, a)
+    num_experts, n, _ = shape_of_weights(b)
+    _check_bias(bias, [num_experts, n], a)
     if row_weights is not None:
         if bias is None:
             raise InvalidArgument("row_weights are factors of the bias, which is None; leave them out")
         check_tensor("row_weights", row_weights, torch.float32, list(a.shape[:-1]), a.device)
-    out = a.new_empty(*a.shape[:-1], b.shape[1], dtype=torch.bfloat16)
+    out = a.new_empty(*a.shape[:-1], n, dtype=torch.bfloat16)
     if a.is_cpu:
+        b = unpack_weights(b) if is_packed(b) else b
         with _as_kernels_compute():
             for e, rows, sums in _sums_on_cpu(a, a_scales, b, b_scales, expert_offsets, expert_counts):
                 if bias is not None:
@@ -153,7 +164,7 @@ def grouped_swiglu_fp8(
     Args:
         a: float8_e4m3fn [R, K] or [E, S, K], contiguous.
         a_scales: float32 [R, K / 128] or [E, S, K / 128], contiguous. Recipe "row": [R] or [E, S].
-        w1: float8_e4m3fn [E, 2I, K] from ``interleave_gate_and_up``, I a multiple of 128.
+        w1: float8_e4m3fn [E, 2I, K] from ``interleave_gate_and_up``, I a multiple of 128. Recipe "row": also packed.
         w1_scales: float32 [E, 2I / 128, K / 128], gates, then ups, not interleaved. Recipe "row": [E, 2I], in the
             order of w1's rows (``interleave_gate_and_up(w1_scales)``).
         expert_offsets: int32 [E + 1], as in ``grouped_gemm_fp8``, beside a of [R, K].
@@ -179,20 +190,21 @@ def grouped_swiglu_fp8(
         ShapeMismatch, DtypeMismatch, DeviceMismatch: an argument is not as above.
         BackendUnavailable: the tensors are neither on a Hopper GPU nor on a CPU.
     """
-    if isinstance(w1, torch.Tensor) and w1.dim() == 3 and w1.shape[1] % (2 * BLOCK):
+    if isinstance(w1, torch.Tensor) and w1.dim() >= 3 and shape_of_weights(w1)[1] % (2 * BLOCK):
         raise ShapeMismatch(f"w1 is {list(w1.shape)}, expected [E, 2I, K] with I a multiple of {BLOCK}")
     _check(a, a_scales, w1, w1_scales, expert_offsets, expert_counts, recipe, b_name="w1")
     if row_weights is not None:
         check_tensor("row_weights", row_weights, torch.float32, list(a.shape[:-1]), a.device)
     form = gated_activation(activation, clamp, "clamp")
-    _check_bias(bias, w1, a)
-    width = w1.shape[1] // 2
+    num_experts, n, _ = shape_of_weights(w1)
+    _check_bias(bias, [num_experts, n], a)
+    width = n // 2
     by_row, rows = recipe == "row", a.shape[:-1]
     out = a.new_empty(*rows, width)
     out_scales = a.new_empty(rows if by_row else (*rows, width // BLOCK), dtype=torch.float32)
     power_of_two_scales |= by_row
     if a.is_cpu:
-        w1 = separate_gate_and_up(w1)
+        w1 = separate_gate_and_up(unpack_weights(w1) if is_packed(w1) else w1)
         if by_row:
             w1_scales = separate_gate_and_up(w1_scales)
         plain_bias = None if bias is None else separate_gate_and_up(bias)
@@ -260,9 +272,17 @@ def _kernel(
     expert_counts: torch.Tensor | None,
     recipe: str,
 ) -> Kernel:
-    tile_rows = tile_rows_for(a.numel() / (b.shape[0] * b.shape[2]), recipe)
-    slots = expert_counts is not None
-    variant = GroupedGemmVariant(*b.shape, epilogue=epilogue, slots=slots, recipe=recipe, tile_rows=tile_rows)
+    num_experts, n, k = shape_of_weights(b)
+    variant = GroupedGemmVariant(
+        num_experts,
+        n,
+        k,
+        epilogue=epilogue,
+        slots=expert_counts is not None,
+        recipe=recipe,
+        tile_rows=tile_rows_for(a.numel() / (num_experts * k), recipe),
+        four_bits=is_packed(b),
+    )
     return Kernel(spec_of(variant), a.device.index)
 
 
@@ -279,7 +299,11 @@ def _launch(
     if a.numel() == 0:
         return
     args = kernel.args
-    args.a, args.b = operand_map(a.flatten(0, -2), ROW_BOX), operand_map(b, WEIGHT_BOX)
+    args.a = operand_map(a.flatten(0, -2), ROW_BOX)
+    if is_packed(b):
+        args.four_bits = b.data_ptr()
+    else:
+        args.b = operand_map(b, WEIGHT_BOX)
     if a_scales.dim() == a.dim() and wide_scales(a.shape[-1]):
         args.a_scale_map = scale_map(a_scales.flatten(0, -2))
     args.a_scales, args.b_scales = a_scales.data_ptr(), b_scales.data_ptr()
@@ -362,9 +386,10 @@ def _check(
     require_recipe(recipe)
     for name, tensor in (("a", a), (b_name, b)):
         require_type(name, tensor, torch.Tensor, "a torch.Tensor")
-    if b.dim() != 3 or not b.numel() or b.shape[1] % BLOCK or b.shape[2] % BLOCK:
+    in_blocks = is_packed(b) or (b.dim() == 3 and not b.shape[1] % BLOCK and not b.shape[2] % BLOCK)
+    if not b.numel() or not in_blocks:
         raise ShapeMismatch(f"{b_name} is {list(b.shape)}, expected [E, N, K], N and K multiples of {BLOCK}")
-    num_experts, n, k = b.shape
+    num_experts, n, k = shape_of_weights(b)
     if (expert_offsets is None) == (expert_counts is None):
         given = "neither" if expert_offsets is None else "both"
         raise InvalidArgument(
@@ -439,9 +464,14 @@ def check_weights(
     device: torch.device,
     recipe: str = "block",
 ) -> None:
-    """Raise an error unless the weights are FP8 of this shape [E, N, K], with scales as the recipe has them."""
+    """Raise an error unless the weights are FP8 of this shape [E, N, K], or packed, with the scales of the recipe."""
     num_experts, n, k = shape
-    check_tensor(name, weights, torch.float8_e4m3fn, shape, device)
+    if isinstance(weights, torch.Tensor) and is_packed(weights):
+        if recipe != "row":
+            raise InvalidArgument(f"{name} is packed in four bits, which recipe='row' takes; this is {recipe!r}")
+        check_tensor(name, weights, torch.uint8, [num_experts, n // BLOCK, k // BLOCK, BLOCK_BYTES], device)
+    else:
+        check_tensor(name, weights, torch.float8_e4m3fn, shape, device)
     _check_granularity(f"{name}_scales", scales, [num_experts, n], k // BLOCK, "output channel", recipe)
     of_scales = [num_experts, n] if recipe == "row" else [num_experts, n // BLOCK, k // BLOCK]
     check_tensor(f"{name}_scales", scales, torch.float32, of_scales, device)
@@ -449,9 +479,9 @@ def check_weights(
     check_aligned(f"{name}_scales", scales)
 
 
-def _check_bias(bias: torch.Tensor | None, b: torch.Tensor, a: torch.Tensor) -> None:
+def _check_bias(bias: torch.Tensor | None, shape: list[int], a: torch.Tensor) -> None:
     if bias is not None:
-        check_tensor("bias", bias, torch.float32, list(b.shape[:2]), a.device)
+        check_tensor("bias", bias, torch.float32, shape, a.device)
 
 
 def gated_activation(activation: Activation | str, clamp: float | None, name: str) -> Activation:

@@ -70,7 +70,15 @@ QUANTISED_ROWS = (
       "amax = largest_of_tile(from, tile, lane)", ONE_SCALE),
 )
 
+FOUR_BITS = "tests/kernels/test_four_bits.py::test_the_same_bits_as_fp8"
+
 GEMM_TILES = (
+    M("signs-of-later-values", "values 4 to 7 of a word have the signs of 0 to 3",
+      "device/roles/four_bits.cuh:decode_four_bits", "word << 4 & 0x80808080u", "word & 0x80808080u", FOUR_BITS),
+    M("scales-of-the-first-step", "all steps of a block have the scales of the first",
+      "device/roles/four_bits.cuh:decode_four_bits", "0x4440 + step", "0x4440", FOUR_BITS),
+    M("words-of-one-half", "both halves of a block have the words of the first", "device/roles/four_bits.cuh:HeldRows",
+      "rows.codes[number / 2]", "rows.codes[0]", FOUR_BITS),
     M("counts-beyond-the-places", "a count above an expert's places runs into those of the next one",
       "device/roles/expert_tiles.cuh:BoundsInSlots::fill", "min(from[i], places)", "min(from[i], places + 1)",
       f"{TILES}::test_a_count_above_the_places_stands_for_all_of_them"),

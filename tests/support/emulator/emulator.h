@@ -64,6 +64,9 @@ void emulated_product(float (*d)[32], const unsigned char (*rows)[32], const uns
 #define blockIdx (emulated_block())
 #define gridDim (emulated_grid())
 
+struct uint2 {
+    unsigned x, y;
+};
 struct float2 {
     float x, y;
 };
@@ -157,6 +160,12 @@ inline T atomicMax(T* address, T value) {
 }
 
 // What the instructions of asm statements do; emulator.py puts calls in their places.
+inline unsigned ptx_prmt_b32(unsigned low, unsigned high, unsigned select) {
+    const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+    unsigned found = 0;
+    for (unsigned i = 0; i < 4; ++i) found |= static_cast<unsigned>(bytes >> (select >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return found;
+}
 inline float ptx_div_rn_f32(float a, float b) { return a / b; }
 inline float ptx_div_full_f32(float a, float b) { return a / b; }
 inline float ptx_min_NaN_f32(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::min(a, b); }

@@ -53,6 +53,17 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
         : "memory");
 }
 
+// The same of what nobody reads again soon: the second-level cache drops it before anything else.
+__device__ __forceinline__ void bulk_load_once(void* shared, const void* global, uint32 bytes, uint64* barrier) {
+    uint64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared_address(shared)),
+        "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+}
+
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                  "r"(shared_address(shared)), "r"(bytes)

@@ -87,37 +87,50 @@ struct ProductOf;
 #define BOUND_14 BOUND_13, BOUND(13)
 #define BOUND_15 BOUND_14, BOUND(14)
 #define BOUND_16 BOUND_15, BOUND(15)
-// a, b, high: how the operands that follow the registers are named.
-#define PRODUCT(columns, groups, a, b, high)                                                        \
-    template <>                                                                                    \
-    struct ProductOf<columns> {                                                                    \
-        template <int kRegisters>                                                                  \
-        static __device__ __forceinline__ void add(float (&d)[kRegisters], uint32 rows, uint32 others) { \
-            static_assert(kRegisters >= columns / 2, "room for the product");                      \
-            asm volatile("{\n.reg .b64 a, b;\n"                                                    \
-                         "mov.b64 a, {" a ", " high "};\nmov.b64 b, {" b ", " high "};\n"          \
-                         "wgmma.mma_async.sync.aligned.m64n" #columns "k32.f32.e4m3.e4m3 {"        \
-                         REGISTERS_##groups "}, a, b, 1, 1, 1;\n}\n"                               \
-                         : BOUND_##groups                                                          \
-                         : "r"(rows), "r"(others), "n"(kWgmmaTileHigh));                           \
-        }                                                                                          \
+// x0 ... x5: how the operands that follow the registers are named. add() has A in shared memory, add_held() in registers:
+// lane 4g + t of a warp has of its rows g and g + 8 the values 4t ... 4t + 3, and then those 16 further, in words
+// {row g, row g + 8, row g, row g + 8}. They must not change until the product is done.
+#define PRODUCT(columns, groups, x0, x1, x2, x3, x4, x5)                                                          \
+    template <>                                                                                                  \
+    struct ProductOf<columns> {                                                                                  \
+        template <int kRegisters>                                                                                \
+        static __device__ __forceinline__ void add(float (&d)[kRegisters], uint32 rows, uint32 others) {         \
+            static_assert(kRegisters >= columns / 2, "room for the product");                                    \
+            asm volatile("{\n.reg .b64 a, b;\n"                                                                  \
+                         "mov.b64 a, {" x0 ", " x2 "};\nmov.b64 b, {" x1 ", " x2 "};\n"                          \
+                         "wgmma.mma_async.sync.aligned.m64n" #columns "k32.f32.e4m3.e4m3 {" REGISTERS_##groups   \
+                         "}, a, b, 1, 1, 1;\n}\n"                                                                \
+                         : BOUND_##groups                                                                        \
+                         : "r"(rows), "r"(others), "n"(kWgmmaTileHigh));                                         \
+        }                                                                                                        \
+        template <int kRegisters>                                                                                \
+        static __device__ __forceinline__ void add_held(float (&d)[kRegisters], const uint32 (&rows)[4],         \
+                                                        uint32 others) {                                         \
+            static_assert(kRegisters >= columns / 2, "room for the product");                                    \
+            asm volatile("{\n.reg .b64 b;\nmov.b64 b, {" x4 ", " x5 "};\n"                                       \
+                         "wgmma.mma_async.sync.aligned.m64n" #columns "k32.f32.e4m3.e4m3 {" REGISTERS_##groups   \
+                         "}, {" x0 ", " x1 ", " x2 ", " x3 "}, b, 1, 1, 1;\n}\n"                                  \
+                         : BOUND_##groups                                                                        \
+                         : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(others),                  \
+                           "n"(kWgmmaTileHigh));                                                                 \
+        }                                                                                                        \
     };
-PRODUCT(16, 1, "%8", "%9", "%10")
-PRODUCT(32, 2, "%16", "%17", "%18")
-PRODUCT(48, 3, "%24", "%25", "%26")
-PRODUCT(64, 4, "%32", "%33", "%34")
-PRODUCT(80, 5, "%40", "%41", "%42")
-PRODUCT(96, 6, "%48", "%49", "%50")
-PRODUCT(112, 7, "%56", "%57", "%58")
-PRODUCT(128, 8, "%64", "%65", "%66")
-PRODUCT(144, 9, "%72", "%73", "%74")
-PRODUCT(160, 10, "%80", "%81", "%82")
-PRODUCT(176, 11, "%88", "%89", "%90")
-PRODUCT(192, 12, "%96", "%97", "%98")
-PRODUCT(208, 13, "%104", "%105", "%106")
-PRODUCT(224, 14, "%112", "%113", "%114")
-PRODUCT(240, 15, "%120", "%121", "%122")
-PRODUCT(256, 16, "%128", "%129", "%130")
+PRODUCT(16, 1, "%8", "%9", "%10", "%11", "%12", "%13")
+PRODUCT(32, 2, "%16", "%17", "%18", "%19", "%20", "%21")
+PRODUCT(48, 3, "%24", "%25", "%26", "%27", "%28", "%29")
+PRODUCT(64, 4, "%32", "%33", "%34", "%35", "%36", "%37")
+PRODUCT(80, 5, "%40", "%41", "%42", "%43", "%44", "%45")
+PRODUCT(96, 6, "%48", "%49", "%50", "%51", "%52", "%53")
+PRODUCT(112, 7, "%56", "%57", "%58", "%59", "%60", "%61")
+PRODUCT(128, 8, "%64", "%65", "%66", "%67", "%68", "%69")
+PRODUCT(144, 9, "%72", "%73", "%74", "%75", "%76", "%77")
+PRODUCT(160, 10, "%80", "%81", "%82", "%83", "%84", "%85")
+PRODUCT(176, 11, "%88", "%89", "%90", "%91", "%92", "%93")
+PRODUCT(192, 12, "%96", "%97", "%98", "%99", "%100", "%101")
+PRODUCT(208, 13, "%104", "%105", "%106", "%107", "%108", "%109")
+PRODUCT(224, 14, "%112", "%113", "%114", "%115", "%116", "%117")
+PRODUCT(240, 15, "%120", "%121", "%122", "%123", "%124", "%125")
+PRODUCT(256, 16, "%128", "%129", "%130", "%131", "%132", "%133")
 #undef PRODUCT
 
 // Four 8 x 8 matrices of 16-bit values to shared memory. Lane l has values {2 * (l % 4), + 1} of row l / 4 of each, and

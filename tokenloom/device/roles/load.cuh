@@ -17,10 +17,10 @@ __device__ __forceinline__ int row_boxes(const Tile& tile) {
 template <class Rows, class Ring, class Weights, class At>
 __device__ __forceinline__ void load_weights(Ring& ring, const RingUse<Ring::kStages>& use, const Weights& weights,
                                              const Tile& tile, int boxes, const At& at, int k) {
-    constexpr int kBlocks = Weights::kBlocks, kWeightBoxes = Weights::kOperandA ? 1 : kHalves;
+    constexpr int kBlocks = Weights::kBlocks;
     mbarrier_wait(&ring.empty[use.stage], use.parity ^ 1);
     uint64* full = &ring.full[use.stage];
-    const int bytes = boxes * kRowBoxBytes + kWeightBoxes * kWeightBoxBytes;
+    const int bytes = boxes * kRowBoxBytes + Weights::kLoadedBytes;
     if constexpr (Weights::kScaledInBlocks) {
         constexpr int kRowScaleBytes = sizeof(ring.scales.a[0]);
         // The scales of 8 blocks of K come with the first of them.
@@ -34,12 +34,7 @@ __device__ __forceinline__ void load_weights(Ring& ring, const RingUse<Ring::kSt
                 bulk_load(ring.scales.b[buffer][half], weights.column_scales(tile, half) + k, column_scale_bytes, full);
         }
     } else mbarrier_arrive_expect(full, bytes);
-    for (int box = 0; box < kWeightBoxes; ++box) {
-        void* to = (Weights::kOperandA ? ring.a[use.stage] : ring.b[use.stage]) + box * kWeightBoxBytes;
-        const int32 column = tile.column + box * kWeightBox;
-        if (Weights::kOnce && !tile.rereads) tensor_load_once(to, &weights.map, k * kBlock, column, tile.expert, full);
-        else tensor_load(to, &weights.map, k * kBlock, column, tile.expert, full);
-    }
+    weights.load(ring, use.stage, tile, k, full);
 }
 
 // Behind load_weights: the rows of the same stage. Both blocks of the cluster need the same ones, so each loads every

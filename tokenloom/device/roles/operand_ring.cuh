@@ -8,8 +8,7 @@
 //   kRowBytes     bytes of one row
 //   kStageBytes   bytes of a stage
 //
-// This one is E4M3 with the 128-byte swizzle, as wgmma reads it. An operand of another width is a type of its own,
-// beside a role that decodes it into the stage.
+// This one is E4M3 with the 128-byte swizzle, as wgmma reads it. Another is in four_bits.cuh.
 template <int kRows>
 struct Fp8Operand {
     static constexpr int kRowBytes = kBlock;
@@ -36,12 +35,13 @@ struct NoScaleRing {};
 
 // A kernel places it at a multiple of 1024 bytes, for the swizzle. Arrivals are sums over the roles that the kernel
 // runs: on `full` the loading warps' of this block, on `empty` the math warps' of all blocks of the cluster.
-template <int kRingStages, class ScaleRing, class OperandB>
+template <int kRingStages, class ScaleRing, class OfA, class OfB>
 struct OperandRing {
-    using B = OperandB;
+    using A = OfA;
+    using B = OfB;
     static constexpr int kStages = kRingStages;
-    unsigned char a[kStages][OperandA::kStageBytes];
-    unsigned char b[kStages][OperandB::kStageBytes];
+    unsigned char a[kStages][A::kStageBytes];
+    unsigned char b[kStages][B::kStageBytes];
     ScaleRing scales;
     alignas(8) uint64 full[kStages];  // operands and scales are here
     uint64 empty[kStages];

@@ -7,54 +7,108 @@
 #include "device/roles/math.cuh"
 #include "device/roles/transposed_epilogue.cuh"
 
-constexpr int kBlocksUnrolled = 2;  // of K; there is a loop for each number of columns
+// How operand A comes to the tensor core, by how it lies in a stage:
+//
+//   kUnrolled            blocks of K in a round of the main loop
+//   kColumnStep          there is a loop for each multiple of it, as numbers of columns; at most kRowBox
+//   start<kColumns>(ring, stage, b, sums, done)    begins the products of a block, and calls `done` once those of the
+//                        block before are done. `b` tells where operand B is, as a descriptor does.
+template <class Ring, class A = typename Ring::A>
+struct RowsOfA;
 
-// All blocks of K of a tile of at most kColumns rows. A stage is free when the products of the next one have begun and its
-// own are done. The last block of K comes behind the gate, so what the epilogue needs of each row can be read while its
-// products are under way.
-template <int kColumns, class Epilogue, class Ring, class At>
-__device__ __forceinline__ typename Epilogue::Loaded multiply_columns(Ring& ring, const Epilogue& epilogue, const Tile& tile,
-                                                       const MathThread& self, const At& at, int blocks,
-                                                       float (&sums)[Epilogue::kSums]) {
-    static_assert(Ring::kStages >= 2, "a stage is free when the next one is here");
-    constexpr uint32 kStageA = OperandA::kStageBytes >> 4;  // as descriptors count
-    constexpr uint32 kStageB = Ring::B::kStageBytes >> 4;
-    const uint32 first_a = wgmma_tile(self.a + self.group * kGroupRows * OperandA::kRowBytes);
-    const uint32 first_b = wgmma_tile(self.b);
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) sums[i] = 0.0f;
-    asm volatile("" : "+r"(blocks));  // a loop of one round that is optimised away leaves wgmma unordered (C7519)
-#pragma unroll(kBlocksUnrolled)
-    for (int k = 0; k < blocks; ++k) {
-        const RingUse<Ring::kStages> use(at.blocks + k);
-        mbarrier_wait(&ring.full[use.stage], use.parity);
-        const uint32 a = first_a + use.stage * kStageA, b = first_b + use.stage * kStageB;
+// The tensor core reads it there.
+template <class Ring>
+struct RowsOfA<Ring, OperandA> {
+    static constexpr int kUnrolled = 2, kColumnStep = 16;
+    uint32 first;  // where this warpgroup's are in stage 0, as a descriptor tells it
+
+    __device__ __forceinline__ explicit RowsOfA(const MathThread& self)
+        : first(wgmma_tile(self.a + self.group * kGroupRows * OperandA::kRowBytes)) {}
+
+    template <int kColumns, int kSums, class Done>
+    __device__ __forceinline__ void start(const Ring&, int stage, uint32 b, float (&sums)[kSums], Done done) {
+        const uint32 a = first + stage * (OperandA::kStageBytes >> 4);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 4; ++step) ProductOf<kColumns>::add(sums, a + 2 * step, b + 2 * step);
         wgmma_commit();
         wgmma_wait<1>();
-        if (k > 0 && self.lane < 2)
-            mbarrier_arrive_there(self.empty + RingUse<Ring::kStages>(at.blocks + k - 1).stage * 8);
+        done();
+    }
+};
+
+// Four bits are decoded in registers: some steps while those before are multiplied. Beside the sums of 256 columns there
+// are registers for one step at a time, and for fewer loops: else the compiler lets each product wait (C7512).
+template <class Ring>
+struct RowsOfA<Ring, FourBitOperand> {
+    static constexpr bool kManySums = Ring::B::kStageBytes > 160 * kBlock;
+    static constexpr int kUnrolled = 1, kColumnStep = kManySums ? 32 : 16, kSteps = kManySums ? 1 : 2;
+    HeldRows<kSteps> held[2];
+    const int group, thread;
+
+    __device__ __forceinline__ explicit RowsOfA(const MathThread& self) : group(self.group), thread(self.thread) {}
+
+    template <int kColumns, int kSums, class Done>
+    __device__ __forceinline__ void start(const Ring& ring, int stage, uint32 b, float (&sums)[kSums], Done done) {
+        const FourBitRows rows(ring.a[stage], group, thread);
+#pragma unroll
+        for (int first = 0; first < 4; first += kSteps) {
+            HeldRows<kSteps>& now = held[first / kSteps % 2];
+            now.decode(rows, first);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < kSteps; ++i) ProductOf<kColumns>::add_held(sums, now.step[i], b + 2 * (first + i));
+            wgmma_commit();
+            wgmma_wait<1>();  // the others have been multiplied, so their registers are free
+            if (first == 0) done();
+        }
+    }
+};
+
+// All blocks of K of a tile of at most kColumns rows. A stage is free when the products of the next one have begun and its
+// own are done. The last block of K comes behind the gate, so what the epilogue needs of each row can be read while its
+// products are under way.
+template <int kColumns, class Epilogue, class Ring, class At>
+__device__ __forceinline__ typename Epilogue::Loaded multiply_columns(Ring& ring, const Epilogue& epilogue,
+                                                                      const Tile& tile, const MathThread& self,
+                                                                      const At& at, int blocks,
+                                                                      float (&sums)[Epilogue::kSums]) {
+    static_assert(Ring::kStages >= 2, "a stage is free when the next one is here");
+    constexpr uint32 kStageB = Ring::B::kStageBytes >> 4;  // as descriptors count
+    const uint32 first_b = wgmma_tile(self.b);
+    const auto release = [&](int k) {
+        if (self.lane < 2) mbarrier_arrive_there(self.empty + RingUse<Ring::kStages>(at.blocks + k).stage * 8);
+    };
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) sums[i] = 0.0f;
+    asm volatile("" : "+r"(blocks));  // a loop of one round that is optimised away leaves wgmma unordered (C7519)
+    RowsOfA<Ring> rows(self);
+#pragma unroll(RowsOfA<Ring>::kUnrolled)
+    for (int k = 0; k < blocks; ++k) {
+        const RingUse<Ring::kStages> use(at.blocks + k);
+        mbarrier_wait(&ring.full[use.stage], use.parity);
+        rows.template start<kColumns>(ring, use.stage, first_b + use.stage * kStageB, sums, [&] {
+            if (k > 0) release(k - 1);
+        });
     }
     const auto loaded = epilogue.load(tile, self.group, self.thread);
     wgmma_wait<0>();
-    if (self.lane < 2)
-        mbarrier_arrive_there(self.empty + RingUse<Ring::kStages>(at.blocks + blocks - 1).stage * 8);
+    release(blocks - 1);
     return loaded;
 }
 
 // The same for any tile.
 template <class Epilogue, class Ring, class At>
-__device__ __forceinline__ typename Epilogue::Loaded multiply_transposed(Ring& ring, const Epilogue& epilogue, const Tile& tile,
-                                                          const MathThread& self, const At& at, int blocks,
-                                                          float (&sums)[Epilogue::kSums]) {
-    constexpr int kMost = 2 * Epilogue::kSums;
-#define MULTIPLY(columns)                                                                                       \
-    case columns / 16:                                                                                          \
-        if constexpr (columns < kMost)                                                                          \
+__device__ __forceinline__ typename Epilogue::Loaded multiply_transposed(Ring& ring, const Epilogue& epilogue,
+                                                                         const Tile& tile, const MathThread& self,
+                                                                         const At& at, int blocks,
+                                                                         float (&sums)[Epilogue::kSums]) {
+    constexpr int kMost = 2 * Epilogue::kSums, kStep = RowsOfA<Ring>::kColumnStep;
+#define MULTIPLY(columns)                                                                    \
+    case columns:                                                                            \
+        if constexpr (columns < kMost && columns % kStep == 0)                               \
             return multiply_columns<columns>(ring, epilogue, tile, self, at, blocks, sums)
-    switch ((tile.rows + 15) / 16) {
+    switch ((tile.rows + kStep - 1) / kStep * kStep) {
         MULTIPLY(16);
         MULTIPLY(32);
         MULTIPLY(48);

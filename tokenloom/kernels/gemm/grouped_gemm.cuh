@@ -55,7 +55,8 @@ struct GroupedGemmArgs {
     unsigned char* activations;  // [rows, K] bfloat16, of which E4M3 becomes the first half of each row, with
     float* activation_scales;    // [rows], as a_scales says
     uint32* quantized;           // [1] rows that a warp has; 0 before the call
-    uint64 padding[5];           // to a multiple of the alignment of tensor maps
+    const unsigned char* four_bits;  // [E, N / 128, K / 128, 8704] weights instead of b, see device/roles/four_bits.cuh
+    uint64 padding[4];           // to a multiple of the alignment of tensor maps
 };
 
 // One of two GEMMs in turn.
@@ -113,7 +114,9 @@ __device__ __forceinline__ auto rows_of(const GroupedGemmArgs& args) {
 template <class Shape>
 __device__ __forceinline__ auto weights_of(const GroupedGemmArgs& args) {
     constexpr bool kOnce = Shape::weights_once != 0;
-    if constexpr (Shape::row_scales != 0) return ChannelScaledWeights<Shape::n, Shape::k, Shape::tile_rows, kOnce>{args.b};
+    constexpr int kN = Shape::n, kK = Shape::k, kMostRows = Shape::tile_rows;
+    if constexpr (Shape::four_bits != 0) return FourBitWeights<kN, kK, kMostRows, kOnce>{args.four_bits};
+    else if constexpr (Shape::row_scales != 0) return ChannelScaledWeights<kN, kK, kMostRows, kOnce>{args.b};
     else {
         using Columns = typename decltype(epilogue_of<Shape>(args))::Columns;
         return BlockScaledWeights<Shape::n, Shape::k, Columns, kOnce>{args.b, args.b_scales};
@@ -151,7 +154,7 @@ __device__ __forceinline__ auto bounds_of() {
 
 template <class Epilogue, class Bounds, class Weights, int kStages, int kRanks>
 struct GemmShared {
-    alignas(1024) OperandRing<kStages, typename Weights::ScaleRing, typename Weights::OperandB> ring;
+    alignas(1024) OperandRing<kStages, typename Weights::ScaleRing, typename Weights::A, typename Weights::B> ring;
     typename Epilogue::Staged staging;
     typename Epilogue::Shared epilogue;
     Bounds bounds;
@@ -211,7 +214,7 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
         shared.board.init(1 + kClusterBlocks * (Rows::kSecondWarp + kGroups * kGroupWarps + kStoreWarps));
         mbarrier_init_fence();
         rows.prefetch();
-        tensor_prefetch(&weights.map);
+        weights.prefetch();
     }
     cluster_sync();
     if (threadIdx.x == 0) trace.mark(kStarts, 0, kEnds);

@@ -28,7 +28,9 @@ ROW_BOX, WEIGHT_BOX = 32, 128
 """kRowBox and kWeightBox of device/roles/operand_ring.cuh."""
 SCALE_BLOCKS = 8
 """kScaleBlocks of device/roles/gemm_tile.cuh."""
-MOST_STAGES = {"block": 4, "row": 6}
+MOST_STAGES = {"block": 4, "row": 8}
+FOUR_BIT_BLOCK, FOUR_BIT_STAGE = 8704, 9216
+"""kFourBitBlock and FourBitOperand::kStageBytes of device/roles/four_bits.cuh."""
 MOST_BYTES_ONCE = 512 << 20
 """Bytes of all weights up to which a MegaMoE gains when the second-level cache drops them first (docs/performance)."""
 QUANTIZE_THREADS = 256
@@ -130,8 +132,8 @@ class GroupedGemmArgs(ctypes.Structure):
         *uint64_fields("arrived", "expected"),
         ("deadline", Deadline),
         *uint64_fields("row_homes", "peers", "results", "claimed"),
-        *uint64_fields("activations", "activation_scales", "quantized"),
-        ("padding", ctypes.c_uint64 * 5),
+        *uint64_fields("activations", "activation_scales", "quantized", "four_bits"),
+        ("padding", ctypes.c_uint64 * 4),
     ]
 
 
@@ -154,6 +156,7 @@ class GroupedGemmVariant:
             products are added by the tensor cores over all of K.
         tile_rows: the most rows of a tile, by default the most of ``TILE_HEIGHTS``. With fewer rows, more weights are
             on their way. Two GEMMs in turn have the same.
+        four_bits: weights are ``GroupedGemmArgs.four_bits`` instead of b; with recipe "row".
     """
 
     num_experts: int
@@ -168,12 +171,14 @@ class GroupedGemmVariant:
     traced: bool = False
     recipe: str = "block"
     tile_rows: int | None = None
+    four_bits: bool = False
 
     def __str__(self) -> str:
         choices = ("slots", "claims", "traced")
         parts = [f"e{self.num_experts} n{self.n} k{self.k}", str(self.epilogue)]
         parts += [f"tiles of {self.tile_rows} rows"] if self.tile_rows else []
         parts += ["row scales"] if self.recipe == "row" else []
+        parts += ["four bits"] if self.four_bits else []
         parts += [f"awaits rows of {self.awaits} ranks"] if self.awaits else []
         parts += [f"scatters to {self.scatters} ranks"] if self.scatters else []
         return ", ".join(["grouped_gemm", *parts, *(name for name in choices if getattr(self, name))])
@@ -207,7 +212,10 @@ class GroupedGemmVariant:
             "claims": int(self.claims),
             "row_scales": int(self.recipe == "row"),
             "tile_rows": self._most_rows,
-            "weights_once": int(in_turn and self.num_experts * self.n * self.k <= MOST_BYTES_ONCE),
+            "four_bits": int(self.four_bits),
+            "weights_once": int(
+                in_turn and not self.four_bits and self.num_experts * self.n * self.k <= MOST_BYTES_ONCE
+            ),
         }
         return KernelSpec(
             "grouped_gemm",
@@ -220,13 +228,19 @@ class GroupedGemmVariant:
         )
 
     @property
+    def _weight_bytes(self) -> int:
+        values = self.num_experts * self.n * self.k
+        return values // BLOCK**2 * FOUR_BIT_BLOCK if self.four_bits else values
+
+    @property
     def _most_rows(self) -> int:
         return self.tile_rows or TILE_HEIGHTS[self.recipe][-1]
 
     def _shared_bytes(self, stages: int) -> int:
         """Size of GemmShared in grouped_gemm.cuh, member by member."""
         barriers, rows, columns = 2 * 8, self._most_rows, TILE_COLUMNS[self.recipe]
-        ring = stages * ((rows + columns) * BLOCK + barriers)
+        of_weights = FOUR_BIT_STAGE if self.four_bits else columns * BLOCK
+        ring = stages * (rows * BLOCK + of_weights + barriers)
         row_bytes = int(columns * self.epilogue.bytes_of_columns[self.recipe])
         if self.recipe == "row":
             ring += 8  # no scales

@@ -25,6 +25,9 @@ inline void mbarrier_wait(uint64* barrier, uint32 parity) {
 inline void bulk_load(void* shared, const void* global, uint32 bytes, uint64* barrier) {
     emulated_bulk_load(shared, global, bytes, reinterpret_cast<uint64_t*>(barrier));
 }
+inline void bulk_load_once(void* shared, const void* global, uint32 bytes, uint64* barrier) {
+    bulk_load(shared, global, bytes, barrier);
+}
 inline void bulk_store(void* global, const void* shared, uint32 bytes) { emulated_bulk_store(global, shared, bytes); }
 inline void bulk_commit() { emulated_commit(0); }
 template <int Pending>

@@ -31,26 +31,47 @@ inline void wgmma_e4m3(float (&d)[64], uint32 a, uint32 b, int accumulate) {
 }
 
 // 32 columns at a time.
+template <int kColumns, int kRegisters>
+void emulated_product_of(float (&d)[kRegisters], const unsigned char (&rows)[2][32], uint32 b) {
+    static_assert(kRegisters >= kColumns / 2, "room for the product");
+    const int lane = emulated_thread().x % 32;
+    unsigned char columns[32][32];
+    float sums[2][32];
+    for (int begin = 0; begin < kColumns / 4; begin += 32) {  // of this thread's columns
+        const int count = kColumns / 4 - begin < 32 ? kColumns / 4 - begin : 32;
+        for (int i = 0; i < 32; ++i) {
+            const int own = begin + (i < count ? i : 0);
+            emulated_row(columns[i], b, own / 2 * 8 + 2 * (lane % 4) + own % 2);
+            for (int half = 0; half < 2; ++half) sums[half][i] = d[own / 2 * 4 + 2 * half + own % 2];
+        }
+        emulated_product(sums, rows, columns, b * 4 + lane % 4 + begin);
+        for (int i = 0; i < count; ++i)
+            for (int half = 0; half < 2; ++half) d[(begin + i) / 2 * 4 + 2 * half + i % 2] = sums[half][i];
+    }
+}
+
 template <int kColumns>
 struct ProductOf {
     template <int kRegisters>
     static void add(float (&d)[kRegisters], uint32 a, uint32 b) {
-        static_assert(kRegisters >= kColumns / 2, "room for the product");
-        const int thread = emulated_thread().x % 128, lane = thread % 32, first = thread / 32 * 16 + lane / 4;
-        unsigned char rows[2][32], columns[32][32];
-        float sums[2][32];
+        const int thread = emulated_thread().x % 128, first = thread / 32 * 16 + thread % 32 / 4;
+        unsigned char rows[2][32];
         for (int half = 0; half < 2; ++half) emulated_row(rows[half], a, first + 8 * half);
-        for (int begin = 0; begin < kColumns / 4; begin += 32) {  // of this thread's columns
-            const int count = kColumns / 4 - begin < 32 ? kColumns / 4 - begin : 32;
-            for (int i = 0; i < 32; ++i) {
-                const int own = begin + (i < count ? i : 0);
-                emulated_row(columns[i], b, own / 2 * 8 + 2 * (lane % 4) + own % 2);
-                for (int half = 0; half < 2; ++half) sums[half][i] = d[own / 2 * 4 + 2 * half + own % 2];
+        emulated_product_of<kColumns>(d, rows, b);
+    }
+    // Each of four lanes has a part of a row.
+    template <int kRegisters>
+    static void add_held(float (&d)[kRegisters], const uint32 (&held)[4], uint32 b) {
+        const unsigned lane = emulated_thread().x % 32;
+        unsigned char rows[2][32];
+        for (int i = 0; i < 4; ++i) {
+            const uint64_t* words = emulated_meet(held[i]);
+            for (unsigned t = 0; t < 4; ++t) {
+                const auto word = static_cast<uint32>(words[lane / 4 * 4 + t]);
+                std::memcpy(rows[i % 2] + i / 2 * 16 + t * 4, &word, 4);
             }
-            emulated_product(sums, rows, columns, b * 4 + lane % 4 + begin);
-            for (int i = 0; i < count; ++i)
-                for (int half = 0; half < 2; ++half) d[(begin + i) / 2 * 4 + 2 * half + i % 2] = sums[half][i];
         }
+        emulated_product_of<kColumns>(d, rows, b);
     }
 };
 
