@@ -25,6 +25,7 @@ from tokenloom.bench.rivals import deep_gemm
 from tokenloom.compat.deep_gemm.testing import calc_diff
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops import quant
+from tokenloom.ops.quant import pack_weights, quantize_fp8_blocks
 from tokenloom.runtime.processes import RankContext
 
 SHAPE = MegaShape(hidden=256, intermediate=128, num_experts=4, top_k=2)
@@ -366,5 +367,15 @@ def test_either_name_of_its_buffer_will_do() -> None:
 
 
 def test_an_unknown_layer_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="against is 'somebody', expected one of deep_gemm, row, composed"):
+    known = "deep_gemm, row, four_bits, composed"
+    with pytest.raises(InvalidArgument, match=f"against is 'somebody', expected one of {known}"):
         mega.load(["somebody"], SHAPE)
+
+
+def test_weights_in_four_bits() -> None:
+    """They can be packed, and lie as near as 3 bits and a sign can."""
+    w, scales = quantize_fp8_blocks(torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0)))
+    rounded, of_channels = mega._in_four_bits(w, scales)
+    assert pack_weights(rounded).dtype == torch.uint8
+    want = w.float() * scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    assert 0.08 < (rounded.float() * of_channels[..., None] - want).norm() / want.norm() < 0.14

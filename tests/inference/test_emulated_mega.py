@@ -23,12 +23,21 @@ pytestmark = pytest.mark.skipif(emulator.CXX is None, reason="no g++")
 
 FAST = "one block"
 SLOW = ("plain", "fp8", "repeats", "top8", "masked", "gpt_oss", "biases", "two shared experts")
-BY_ROW = ("by row", "by row, fp8", "by row, wide", "by row, odd widths", "by row, many tokens", "by row, shared")
+BY_ROW = (
+    "by row",
+    "by row, fp8",
+    "by row, wide",
+    "by row, odd widths",
+    "by row, many tokens",
+    "by row, shared",
+    "by row, four bits",
+    "by row, both",
+)
 FAST_BY_ROW = "by row, one block"
 PADDED = ("padded, two blocks", "padded, fp8", "padded gpt_oss", "padded gpt_oss, by row")
 FULL = ("plain", "fp8", "masked", "biases", "repeats", "padded, two blocks", "padded, fp8")
 """Others have their sizes, FP8 as they are sent, -1, biases, several routes to a rank, and padding."""
-FEWER = {"two shared experts": (30, 11), "by row, many tokens": (150, 20)}
+FEWER = {"two shared experts": (30, 11), "by row, many tokens": (150, 20), "by row, both": (300, 9)}
 """Tokens of the ranks where those of the case take long. Most experts still have two tiles, which is over 128 rows."""
 
 

@@ -158,6 +158,45 @@ def test_tiles_of_as_many_rows_as_a_call_makes_likely(launches: Launches) -> Non
             same_call(launches)
 
 
+def test_few_tokens_read_four_bits(launches: Launches) -> None:
+    """Where weights are kept in both forms. Kernels of either form know which weights are theirs."""
+    layer = make_layer(recipe="row")
+    w1, _, w2, _ = new_weights()
+    scales = {"w1_scales": torch.ones(LOCAL, 2 * INTERMEDIATE), "w2_scales": torch.ones(LOCAL, HIDDEN)}
+    layer.load_weights(w1, w2, **scales, keep="both")
+    for num_tokens in (300, 5, 130, 600):
+        call(layer, num_tokens)
+        few = num_tokens < 143
+        for gemm, packed in zip((launches["gemm1"], launches["gemm2"]), layer._packed, strict=True):
+            assert gemm.shape["four_bits"] == few
+            assert not few or gemm.four_bits == packed.data_ptr()
+        same_call(launches)
+    assert "weights in FP8 and, for few tokens, four bits: " in layer.describe()
+    layer.load_weights(*(torch.ones(w.shape).to(FP8) for w in (w1, w2)), **scales, keep="both")
+    for w, packed in zip((layer.weights[0], layer.weights[2]), layer._packed, strict=True):
+        assert w.float().any()
+        assert torch.equal(packed, tl.pack_weights(w)), "both are those that were loaded last"
+    for keep, tokens in (("four_bits", 600), ("both", 142)):  # no call of so few reads FP8
+        layer = make_layer(recipe="row", max_tokens_per_rank=tokens)
+        layer.load_weights(w1, w2, **scales, keep=keep)
+        call(layer, tokens)
+        assert launches["gemm2"].shape["four_bits"] == 1
+        assert launches["gemm2"].four_bits == layer.weights[2].data_ptr()
+        assert "weights in four bits: " in layer.describe()
+
+
+def test_four_bits_of_one_product(launches: Launches) -> None:
+    """Each kernel has the form of its own weights."""
+    layer = make_layer(recipe="row")
+    w1, _, w2, _ = new_weights()
+    w1_scales, w2_scales = torch.ones(LOCAL, 2 * INTERMEDIATE), torch.ones(LOCAL, HIDDEN)
+    layer.use_weights(tl.pack_weights(w1), w1_scales, w2, w2_scales)
+    call(layer)
+    gemm1, gemm2 = launches["gemm1"], launches["gemm2"]
+    assert (gemm1.shape["four_bits"], gemm2.shape["four_bits"]) == (1, 0)
+    assert gemm1.four_bits == layer.weights[0].data_ptr()
+
+
 def test_kernels_of_all_calls_that_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are there before the first call, so that graphs of any number of tokens may be captured from then on."""
     made = []

@@ -169,6 +169,29 @@ def test_a_thousand_calls_on_one_buffer(hoppers: Ranks) -> None:
     hoppers.run(check_many_calls)
 
 
+def check_kept(context: RankContext, backend: str) -> None:
+    case = replace(CASES["by row, four bits"], tokens=(150, 40))
+    layer = make_layer(case, context.num_ranks, context.device)
+    outs = {}
+    for keep in ("fp8", "four_bits", "both"):
+        with make_mega(context, replace(case, keep=keep), layer, backend) as mega:
+            outs[keep] = mega(*inputs(case, layer, context.rank))
+            mega.check()
+    assert torch.equal(outs["fp8"], outs["four_bits"])
+    assert torch.equal(outs["fp8"], outs["both"])
+
+
+def test_four_bits_have_the_bits_of_fp8(ranks: Ranks) -> None:
+    if ranks.device == "cuda" and not HOPPER:
+        pytest.skip("its GEMMs need Hopper GPUs")
+    ranks.run(check_kept, "composed")
+
+
+@pytest.mark.gpu
+def test_four_bits_in_kernels_of_the_layer(hoppers: Ranks) -> None:
+    hoppers.run(check_kept, "nvlink")
+
+
 def check_fewer_tokens(context: RankContext, case: Case, fewer: tuple[int, ...]) -> None:
     layer = make_layer(case, context.num_ranks, context.device)
     with make_mega(context, case, layer) as mega:
@@ -428,6 +451,67 @@ def test_four_bits(interleaved: bool, recipe: str) -> None:
             mega.load_weights(**given, four_bits=tl.MXFP4, weight_layout=tl.WeightLayout(transposed=True))
         with pytest.raises(tl.ShapeMismatch, match=r"^w2 is \[2, 256, 256\].*, expected \[2, 256, 128\]"):
             mega.load_weights(**{**plain, "w2": plain["w1"], "w2_scales": plain["w1_scales"]}, four_bits=tl.MXFP4)
+
+
+def four_bit_checkpoint(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for name, (rows, depth) in {"w1": (256, 256), "w2": (256, 128)}.items():
+        found[name] = torch.randint(0, 256, (2, rows, depth // 2), generator=generator).to(torch.uint8)
+        found[f"{name}_scales"] = torch.randint(112, 120, (2, rows, depth // 32), generator=generator).to(torch.uint8)
+    return found
+
+
+def test_kept_weights() -> None:
+    """One result, other memory. What is loaded later lies in the same memory, kept as before."""
+    wanted = {}
+    for keep, said in {
+        "fp8": "weights in FP8: 0.000197 GB, 1 bytes a value",
+        "four_bits": "weights in four bits: 0.000104 GB, 0.531 bytes a value",
+        "both": "weights in FP8: 0.000197 GB, 1 bytes a value",  # nothing of this backend reads both
+    }.items():
+        with small_mega(recipe="row") as mega:
+            for seed in (0, 1):
+                mega.load_weights(**four_bit_checkpoint(seed), four_bits=tl.MXFP4, keep=keep)  # type: ignore[arg-type]
+                kept = [each.data_ptr() for each in (*mega.weights, *mega._packed)]
+                assert torch.equal(outputs(mega), wanted.setdefault(seed, outputs(mega))), keep
+            assert said in mega.describe()
+            assert [each.data_ptr() for each in (*mega.weights, *mega._packed)] == kept
+            for other in ("fp8", "four_bits", "both"):
+                if {keep, other} not in ({keep}, {"fp8", "both"}):
+                    with pytest.raises(tl.InvalidArgument, match=f"were not kept as keep='{other}' says"):
+                        mega.load_weights(**four_bit_checkpoint(), four_bits=tl.MXFP4, keep=other)  # type: ignore[arg-type]
+            assert torch.equal(outputs(mega), wanted[1])
+    assert not torch.equal(wanted[0], wanted[1])
+
+
+def test_packed_weights_in_use() -> None:
+    """Of one product or both."""
+    with small_mega(recipe="row") as mega:
+        mega.load_weights(**four_bit_checkpoint(), four_bits=tl.MXFP4)
+        wanted, (w1, w1_scales, w2, w2_scales) = outputs(mega), mega.weights
+        for first, second in ((tl.pack_weights(w1), w2), (w1, tl.pack_weights(w2)), map(tl.pack_weights, (w1, w2))):
+            mega.use_weights(first, w1_scales, second, w2_scales)
+            assert torch.equal(outputs(mega), wanted)
+        with pytest.raises(tl.ShapeMismatch, match=r"w2 is \[2, 2, 2, 8704\], expected \[2, 2, 1, 8704\]"):
+            mega.use_weights(w1, w1_scales, tl.pack_weights(w1), w2_scales)
+
+
+def test_weights_that_cannot_be_kept() -> None:
+    given = four_bit_checkpoint()
+    packed = tl.pack_weights(torch.zeros(2, 256, 256).to(torch.float8_e4m3fn))
+    with small_mega() as mega:
+        with pytest.raises(tl.InvalidArgument, match="w1 is packed in four bits, which recipe='row' takes"):
+            mega.use_weights(packed, torch.ones(2, 2, 2), packed[:, :, :1], torch.ones(2, 2, 1))
+        with pytest.raises(tl.InvalidArgument, match="keep is 'int4', expected one of fp8, four_bits, both"):
+            mega.load_weights(**given, four_bits=tl.MXFP4, keep="int4")  # type: ignore[arg-type]
+        with pytest.raises(tl.InvalidArgument, match="keep='both' needs recipe='row', this layer has 'block'"):
+            mega.load_weights(**given, four_bits=tl.MXFP4, keep="both")
+    with small_mega(recipe="row") as mega:
+        given["w2_scales"][0, 3] = torch.tensor([100, 112, 100, 100], dtype=torch.uint8)  # 12 octaves
+        with pytest.raises(tl.InvalidArgument, match=r"^3 of 2048 groups of 32 values of w2 are not E2M1.*keep FP8"):
+            mega.load_weights(**given, four_bits=tl.MXFP4, keep="four_bits")
+        assert not mega.weights
+        mega.load_weights(**given, four_bits=tl.MXFP4)
 
 
 def test_scales_of_channels_are_not_transposed() -> None:

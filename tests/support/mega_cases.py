@@ -48,6 +48,7 @@ class Case:
     activation: tl.Activation | str = "swiglu"
     biased: bool = False
     recipe: str = "block"
+    keep: str = "fp8"
 
 
 ROW_CASES = {
@@ -62,6 +63,15 @@ ROW_CASES = {
     "by row, shared": Case(
         "all that experts have", recipe="row", shared=1, biased=True, clamp=1.0, tokens=(150, 0, 33)
     ),
+    "by row, four bits": Case(
+        "weights are decoded, two strips and one",
+        recipe="row",
+        keep="four_bits",
+        hidden=384,
+        shared=1,
+        tokens=(140, 3),
+    ),
+    "by row, both": Case("only few tokens read four bits", recipe="row", keep="both", tokens=(600, 20), biased=True),
     "by row, as real models": Case(
         "wide rows", recipe="row", hidden=7168, intermediate=2048, experts_per_rank=2, tokens=(40, 130)
     ),
@@ -165,7 +175,10 @@ def make_layer(case: Case, num_ranks: int, device: torch.device, seed: int = 0) 
         all_ids.append(ids)
         weights.append(torch.rand(ids.shape, generator=generator, device=device) + 0.1)
     biases = (randn(len(w1), 2 * width), randn(len(w2), hidden)) if case.biased else (None, None)
-    quantised = (*quantised_weights(w1, case.recipe, parts=2), *quantised_weights(w2, case.recipe))
+    if case.keep == "fp8":
+        quantised = (*quantised_weights(w1, case.recipe, parts=2), *quantised_weights(w2, case.recipe))
+    else:
+        quantised = (*four_bit_weights(w1), *four_bit_weights(w2))
     return Layer(*quantised, xs, all_ids, weights, *biases)
 
 
@@ -179,6 +192,23 @@ def quantised_weights(w: torch.Tensor, recipe: str, parts: int = 1) -> tuple[tor
     codes, scales = quant.quantize_fp8_blocks(widened(rows))
     codes = codes.view(torch.uint8)[:, :, : apart.shape[2], : apart.shape[3]].flatten(1, 2).view(codes.dtype)
     return codes, scales.flatten(1, 2)
+
+
+def four_bit_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As FP8 with scales of channels: each 32 values are rounded to E2M1 times a power of two."""
+    groups = w.unflatten(-1, (-1, 32))
+    largest = groups.abs().amax(-1, keepdim=True)
+    exponents = torch.frexp(largest).exponent - 3
+    exponents = exponents.maximum(exponents.amax(-2, keepdim=True) - 11)
+    values = torch.tensor(quant.four_bits.MAGNITUDES, device=w.device)
+    middles = (values[1:] + values[:-1]) / 2
+    codes = torch.bucketize(torch.ldexp(groups.abs(), -exponents), middles)
+    codes = torch.where(groups < 0, codes + 8, codes).flatten(-2).unflatten(-1, (-1, 2))
+    packed = (codes[..., 0] + 16 * codes[..., 1]).to(torch.uint8)
+    scales = (exponents[..., 0] + 127).to(torch.uint8)
+    codes, scales, report = tl.weights_for("row", packed, scales, four_bits=tl.MXFP4)
+    assert str(report) == "encoded exactly"
+    return codes, scales
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
@@ -244,6 +274,7 @@ def make_mega(context: RankContext, case: Case, layer: Layer, backend: str = "nv
     mega.load_weights(
         *(of_this_rank(w) for w in (layer.w1, layer.w2, layer.w1_scales, layer.w2_scales)),
         **dict(zip(("w1_bias", "w2_bias"), biases, strict=True)),
+        keep=case.keep,
     )
     return mega
 

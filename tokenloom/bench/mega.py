@@ -29,6 +29,8 @@ from tokenloom.errors import InvalidArgument
 from tokenloom.inference.mega_moe import MegaMoE
 from tokenloom.inference.trace import MegaTimes
 from tokenloom.ops.gemm import interleave_gate_and_up
+from tokenloom.ops.quant import weights_for
+from tokenloom.ops.quant.four_bits import MAGNITUDES
 from tokenloom.runtime.processes import RankContext
 
 OURS = "tokenloom"
@@ -123,9 +125,41 @@ class ByRow(OtherMega):
         self._mega.load_weights(l1_weights[0], l2_weights[0], l1_weights[1], l2_weights[1], round_again=True)
 
 
+class FourBits(OtherMega):
+    """MegaMoE with weights of four bits in memory."""
+
+    about = (
+        "four_bits is MegaMoE(recipe='row') with load_weights(keep='four_bits'), of weights that were rounded to E2M1 "
+        "times a power of two for 32 values"
+    )
+    most_difference = 5e-2  # E2M1 rounds weights by about 11%
+    options: ClassVar[dict[str, str]] = {"recipe": "row"}
+
+    def _take_weights(self, l1_weights: Weights, l2_weights: Weights) -> None:
+        (w1, w1_scales), (w2, w2_scales) = (_in_four_bits(*weights) for weights in (l1_weights, l2_weights))
+        self._mega.load_weights(w1, w2, w1_scales, w2_scales, keep="four_bits")
+
+
+def _in_four_bits(w: torch.Tensor, w_scales: torch.Tensor) -> Weights:
+    """FP8 by recipe "row", of which each 32 values are E2M1 times a power of two, with scales."""
+    w, w_scales, _ = weights_for("row", w, w_scales, round_again=True)
+    values = torch.tensor(MAGNITUDES, device=w.device)
+    for codes in w:  # one expert's are wide at a time
+        groups = codes.float().unflatten(-1, (-1, 32))
+        exponents = (torch.frexp(groups.abs().amax(-1, keepdim=True)).exponent - 3).clamp(min=-5)
+        nearest = torch.bucketize(torch.ldexp(groups.abs(), -exponents), (values[1:] + values[:-1]) / 2)
+        codes.copy_((torch.ldexp(values[nearest], exponents) * groups.sign()).flatten(-2).to(codes.dtype))
+    return w, w_scales
+
+
 Other = DeepGemm | OtherMega
 """A layer beside ours. DeepGemm says what each of them has."""
-OTHERS: dict[str, type[DeepGemm] | type[OtherMega]] = {"deep_gemm": DeepGemm, "row": ByRow, "composed": Composed}
+OTHERS: dict[str, type[DeepGemm] | type[OtherMega]] = {
+    "deep_gemm": DeepGemm,
+    "row": ByRow,
+    "four_bits": FourBits,
+    "composed": Composed,
+}
 
 
 def load(names: Sequence[str], shape: MegaShape) -> dict[str, str | None]:

@@ -60,8 +60,18 @@ class ComposedExperts:
         """Do what ``MegaMoE.set_activation`` says."""
         self._form, self._fast_math = form, fast_math
 
-    def use_weights(self, weights: tuple[torch.Tensor, ...], biases: Biases) -> None:
-        """Use the checked ``MegaMoE.weights`` and ``MegaMoE.biases`` from the next call on."""
+    def kept_as(self, keep: str) -> str:
+        """The forms of weights that calls read, of those that ``MegaMoE.load_weights`` is to keep."""
+        return "fp8" if keep == "both" else keep
+
+    def use_weights(
+        self, weights: tuple[torch.Tensor, ...], biases: Biases, packed: tuple[torch.Tensor, ...] = ()
+    ) -> None:
+        """Use the checked ``MegaMoE.weights`` and ``MegaMoE.biases`` from the next call on.
+
+        Args:
+            packed: none, as ``kept_as`` says.
+        """
         self._weights, self._biases = weights, biases
 
     def trace(self) -> MegaTimes:

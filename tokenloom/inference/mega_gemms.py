@@ -26,6 +26,7 @@ from tokenloom.kernels.gemm.launch import (
     wide_scales,
 )
 from tokenloom.ops.gemm import Biases, swiglu_epilogue, tell_activation
+from tokenloom.ops.quant import is_packed
 from tokenloom.plan import SWIGLU, Activation, Plan, align_up
 from tokenloom.runtime.deferred_release import keep_until_idle
 
@@ -33,6 +34,13 @@ from tokenloom.runtime.deferred_release import keep_until_idle
 def sms_for_gemms(device: torch.device) -> int:
     """SMs that a kernel takes on a GPU: all that make whole clusters."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) // CLUSTER * CLUSTER
+
+
+def operand_of(w: torch.Tensor | None) -> dict[str, Any]:
+    """The arguments of a GEMM that say where its weights are."""
+    if w is None:
+        return {}
+    return {"four_bits": w.data_ptr()} if is_packed(w) else {"b": operand_map(w, WEIGHT_BOX)}
 
 
 class MegaGemms:
@@ -47,7 +55,7 @@ class MegaGemms:
 
     Attributes:
         num_sms: that a kernel takes. fewest_sms: that GEMM1 keeps in any case, about half of them.
-        weights: as they were given.
+        weights: as they were given, FP8 or packed in four bits.
         is_stale: kernels have to be told where memory and weights are before the next call.
     """
 
@@ -66,6 +74,7 @@ class MegaGemms:
         self.num_sms = sms_for_gemms(device)
         self.fewest_sms = align_up(self.num_sms // 2, CLUSTER)
         self.weights: tuple[torch.Tensor, ...] = ()
+        self._packed: tuple[torch.Tensor, ...] = ()
         self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
         rows_of_token = plan.num_ranks * plan.top_k / plan.num_experts  # of each expert, on average
         highest = tile_rows_for(plan.max_tokens_per_rank * rows_of_token, recipe)
@@ -83,43 +92,65 @@ class MegaGemms:
         """Do what ``MegaMoE.set_activation`` says."""
         if (form, fast_math) == self._activation and self._pairs:
             return
-        self._choose((form, fast_math), self._biases)
+        self._choose((form, fast_math), self._biases, self.weights, self._packed)
 
-    def use_weights(self, weights: tuple[torch.Tensor, ...], biases: Biases) -> None:
-        """Use the checked ``MegaMoE.weights`` and ``MegaMoE.biases`` from the next call on."""
-        w1, w1_scales, w2, w2_scales = weights
-        first_weights = (operand_map(w1, WEIGHT_BOX), w1_scales.data_ptr())
-        second_weights = (operand_map(w2, WEIGHT_BOX), w2_scales.data_ptr())
-        self._choose(self._activation, biases)
-        self.weights, self._first_weights, self._second_weights = weights, first_weights, second_weights
+    def use_weights(
+        self, weights: tuple[torch.Tensor, ...], biases: Biases, packed: tuple[torch.Tensor, ...] = ()
+    ) -> None:
+        """Use the checked ``MegaMoE.weights`` and ``MegaMoE.biases`` from the next call on.
+
+        Args:
+            packed: w1 and w2 in four bits too, for calls in which that is not slower; or none.
+        """
+        self._choose(self._activation, biases, weights, packed)
+
+    def kept_as(self, keep: str) -> str:
+        """The forms of weights that calls read, of those that ``MegaMoE.load_weights`` is to keep."""
+        few = self._heights[-1] < TILE_HEIGHTS[self._recipe][-1]
+        return "four_bits" if keep == "both" and few else keep
 
     def trace(self, first: torch.Tensor, second: torch.Tensor) -> None:
         """Take kernels that write when their roles work, as ``MegaTimes.gemm1`` and ``gemm2`` say."""
         self._traces = first, second
         self._kernels.clear()
-        self._choose(self._activation, self._biases)
+        self._choose(self._activation, self._biases, self.weights, self._packed)
 
-    def _choose(self, activation: tuple[Activation, bool], biases: Biases) -> None:
-        """Take the kernels that have this activation and these biases. Nothing changes where one cannot be had now."""
+    def _choose(
+        self,
+        activation: tuple[Activation, bool],
+        biases: Biases,
+        weights: tuple[torch.Tensor, ...],
+        packed: tuple[torch.Tensor, ...],
+    ) -> None:
+        """Take the kernels that have this activation, these biases and weights. Nothing changes where that fails."""
         (form, fast_math), (w1_bias, w2_bias) = activation, biases
         swiglu = swiglu_epilogue(form, self._power_of_two_scales, fast_math, biased=w1_bias is not None)
         first_sizes = (self._num_local, 2 * self._intermediate, self._hidden)
         second_sizes = (self._num_local, self._hidden, self._intermediate)
         plain = Bf16Epilogue(biased=w2_bias is not None)
-        pairs = [
-            (
-                self._kernel(*first_sizes, tile_rows=height, epilogue=swiglu, awaits=self._num_ranks),
-                self._kernel(*second_sizes, tile_rows=height, epilogue=plain, scatters=self._num_ranks),
-            )
-            for height in self._heights
-        ]
-        self._activation, self._biases, self._pairs, self.is_stale = activation, biases, pairs, True
-        for first, second in pairs:
-            tell_activation(first.args, form)
-            for gemm, bias in ((first, w1_bias), (second, w2_bias)):
+        pairs = []
+        for height in self._heights:
+            w1, w1_scales, w2, w2_scales = weights or (None, None, None, None)
+            if packed and height < TILE_HEIGHTS[self._recipe][-1]:
+                w1, w2 = packed
+            of_first = {"tile_rows": height, "four_bits": w1 is not None and is_packed(w1)}
+            of_second = {"tile_rows": height, "four_bits": w2 is not None and is_packed(w2)}
+            first = self._kernel(*first_sizes, epilogue=swiglu, awaits=self._num_ranks, **of_first)
+            second = self._kernel(*second_sizes, epilogue=plain, scatters=self._num_ranks, **of_second)
+            operands = (operand_of(w1), w1_scales, w1_bias), (operand_of(w2), w2_scales, w2_bias)
+            pairs.append(((first, second), operands))
+        for pair, operands in pairs:
+            tell_activation(pair[0].args, form)
+            for gemm, (operand, scales, bias) in zip(pair, operands, strict=True):
+                for name, value in operand.items():
+                    setattr(gemm.args, name, value)
+                gemm.args.b_scales = 0 if scales is None else scales.data_ptr()
                 gemm.args.bias = 0 if bias is None else bias.data_ptr()
             if self._traces is not None:
-                first.args.trace, second.args.trace = (times.data_ptr() for times in self._traces)
+                for gemm, times in zip(pair, self._traces, strict=True):
+                    gemm.args.trace = times.data_ptr()
+        self._activation, self._biases, self.weights, self._packed = activation, biases, weights, packed
+        self._pairs, self.is_stale = [pair for pair, _ in pairs], True
 
     def _kernel(self, *sizes: int, **choices: Any) -> Kernel:
         traced = self._traces is not None
@@ -151,7 +182,7 @@ class MegaGemms:
         return scale_map(scales) if self._recipe == "block" and wide_scales(width) else TensorMap()
 
     def set_constant_arguments(self) -> None:
-        """Set the arguments that are the same in all calls: addresses of memory and of weights."""
+        """Set the arguments that are the same in all calls and with all weights: addresses of memory."""
         for first, second in self._pairs:
             self._set_constant_arguments(first, second)
         self.is_stale = False
@@ -163,7 +194,6 @@ class MegaGemms:
         args.arrived, args.expected = calls.arrived.data_ptr(), memory.expected.data_ptr()
         args.row_weights, args.claimed = calls.row_weights.data_ptr(), self._claimed[0].data_ptr()
         args.out, args.out_scales = memory.activations.data_ptr(), memory.activation_scales.data_ptr()
-        args.b, args.b_scales = self._first_weights
         args = second.args
         args.a_scale_map = self._activation_scales
         args.a_windows, args.a_scales = self._activations.data_ptr(), memory.activation_scales.data_ptr()
@@ -172,7 +202,6 @@ class MegaGemms:
         args.stored_by = warps_that_store(2 * self._intermediate, self._recipe)
         args.activations, args.activation_scales = memory.activations.data_ptr(), memory.activation_scales.data_ptr()
         args.quantized = memory.quantized.data_ptr()
-        args.b, args.b_scales = self._second_weights
         for gemm in (first, second):
             gemm.args.offsets, gemm.args.stored = memory.offsets.data_ptr(), memory.stored.data_ptr()
             gemm.args.begun, gemm.args.deadline = memory.begun.data_ptr(), calls.deadline

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,14 @@ from tokenloom.ops.gemm import (
     interleave_gate_and_up,
 )
 from tokenloom.ops.padding import pad
-from tokenloom.ops.quant import FourBits, WeightReport, require_recipe
+from tokenloom.ops.quant import (
+    FourBits,
+    WeightReport,
+    is_packed,
+    pack_weights,
+    require_recipe,
+    shape_of_weights,
+)
 from tokenloom.ops.quant.four_bits import check_four_bits
 from tokenloom.ops.quant.weights import padded_weights_for
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout, align_up
@@ -42,6 +50,8 @@ MOST_TERMS = 32
 """Most results that are added up for one token."""
 WIDTH_UNIT = 16
 """Widths are multiples of it: rows of FP8 are then whole pieces of 16 bytes, which is what copies move."""
+KEPT = ("fp8", "four_bits", "both")
+"""Forms of weights in memory."""
 EXPERTS: dict[str, type[NvlinkExperts] | type[ComposedExperts]] = {
     "nvlink": NvlinkExperts,
     "composed": ComposedExperts,
@@ -91,7 +101,8 @@ class MegaMoE:
         hidden: H, as it was given.
         intermediate: I, likewise.
         weights: w1 with gates and ups in turn, its scales, w2, its scales, of the widths that kernels have. Empty
-            before ``load_weights``.
+            before ``load_weights``. With ``keep="four_bits"`` w1 and w2 are as ``pack_weights`` makes them. With
+            "both" they are in FP8: load others by ``load_weights``, as what is written to them changes no four bits.
         biases: that of w1, with gates and ups in turn, and that of w2, float32, or None for each, likewise.
         after_stage: function that gets the name of each stage of a call once it is on the stream, or None.
 
@@ -187,6 +198,8 @@ class MegaMoE:
         self._padded_shapes = _shapes(self._num_local, self.comm.plan.hidden, align_up(intermediate, BLOCK), recipe)
         self.weights: tuple[torch.Tensor, ...] = ()
         self.biases: Biases = (None, None)
+        self._packed: tuple[torch.Tensor, ...] = ()
+        """w1 and w2 in four bits, beside those in FP8."""
         self._weights_are_ours = False
         self._weight_reports: tuple[WeightReport, ...] = ()
         self._device, self._dtypes = self.comm.device, self.comm.engine.capabilities.dtypes
@@ -221,6 +234,7 @@ class MegaMoE:
         weight_layout: WeightLayout = PLAIN_WEIGHTS,
         four_bits: FourBits | None = None,
         round_again: bool = False,
+        keep: Literal["fp8", "four_bits", "both"] = "fp8",
     ) -> None:
         """Copy this rank's experts, with gates and ups of w1 in turn. Captured graphs use the new values too.
 
@@ -244,14 +258,24 @@ class MegaMoE:
                 and I are multiples of the group. Rows may be interleaved, but not transposed.
             round_again: round FP8 values a second time where the recipe needs other scales than they have, and
                 these do not convert exactly. ``describe()`` says how many were. Otherwise that is an error.
+            keep: "fp8"; "four_bits", which takes 0.53 byte a weight instead of 1, with recipe "row" and weights of
+                which four bits say everything (``pack_weights``); or "both", where calls of few tokens read four
+                bits and others FP8. Of these, only forms are kept that calls of the layer read; ``describe()`` says
+                which. Results have the same bits. docs/how-to/four-bit-checkpoints.md says when
+                to take which.
 
         Raises:
-            InvalidArgument: the layout interleaves FP8 with block scales; values would be rounded a second time;
-                weights that were loaded before had other biases than these.
+            InvalidArgument: the layout interleaves FP8 with block scales; values would be rounded a second time, or
+                by four bits; weights that were loaded before had other biases than these, or were kept otherwise.
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
         """
         if not isinstance(weight_layout, WeightLayout):
             raise InvalidArgument(f"weight_layout is {weight_layout!r}, expected a WeightLayout")
+        if keep not in KEPT:
+            raise InvalidArgument(f"keep is {keep!r}, expected one of {', '.join(KEPT)}")
+        if keep != "fp8" and self._recipe != "row":
+            raise InvalidArgument(f"keep={keep!r} needs recipe='row', this layer has {self._recipe!r}")
+        form = self._experts.kept_as(keep)
         optional = {"w1_scales": w1_scales, "w2_scales": w2_scales, "w1_bias": w1_bias, "w2_bias": w2_bias}
         for name, tensor in {"w1": w1, "w2": w2, **optional}.items():
             if not isinstance(tensor, torch.Tensor) and not (name in optional and tensor is None):
@@ -296,19 +320,29 @@ class MegaMoE:
             raise
         if self._recipe == "row":  # in the order of w1's rows
             w1_scales = interleave_gate_and_up(w1_scales)
-        given = (interleave_gate_and_up(w1), w1_scales, w2, w2_scales)
-        biases = self._float32_biases(w1_bias, w2_bias)
+        w1 = interleave_gate_and_up(w1)
+        packed: tuple[torch.Tensor, ...] = ()
+        if form == "four_bits":
+            w1, w2 = pack_weights(w1, "w1"), pack_weights(w2, "w2")
+        elif form == "both":
+            packed = pack_weights(w1, "w1"), pack_weights(w2, "w2")
+        given, biases = (w1, w1_scales, w2, w2_scales), self._float32_biases(w1_bias, w2_bias)
         if self._weights_are_ours:  # captured graphs read the weights where they are
+            ours = (*self.weights, *self._packed)
             if [each is None for each in biases] != [each is None for each in self.biases]:
                 raise InvalidArgument(
                     "the weights loaded before had other biases, which captured graphs may read; make another MegaMoE"
                 )
-            for ours, theirs in zip((*self.weights, *self.biases), (*given, *biases), strict=True):
-                if ours is not None and theirs is not None:
-                    ours.copy_(theirs)
+            if [each.dtype for each in ours] != [each.dtype for each in (*given, *packed)]:
+                raise InvalidArgument(
+                    f"the weights loaded before were not kept as keep={keep!r} says, and captured graphs may read "
+                    "them; make another MegaMoE"
+                )
+            for old, new in zip((*ours, *self.biases), (*given, *packed, *biases), strict=True):
+                if old is not None and new is not None:
+                    old.copy_(new)
         else:
-            w1_bias, w2_bias = biases
-            self.use_weights(*(tensor.clone() for tensor in given), w1_bias=w1_bias, w2_bias=w2_bias)
+            self._use(tuple(tensor.clone() for tensor in given), biases, packed)
             self._weights_are_ours = True
         self._weight_reports = (of_w1, of_w2)
 
@@ -343,7 +377,8 @@ class MegaMoE:
 
         Args:
             w1: float8_e4m3fn [L, 2I, H], the experts of ``load_weights``, with gates and ups in turn as
-                ``interleave_gate_and_up`` puts them.
+                ``interleave_gate_and_up`` puts them. By recipe "row" also what ``pack_weights`` makes of that, once H
+                and I are padded to multiples of 128; w2 likewise.
             w1_scales: float32 [L, 2I / 128, H / 128], rounded up as in ``load_weights``, gates, then ups, not
                 interleaved. Recipe "row": [L, 2I], in the order of w1's rows (``interleave_gate_and_up(w1_scales)``).
             w2: float8_e4m3fn [L, H, I].
@@ -355,7 +390,8 @@ class MegaMoE:
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
         """
         weights, biases = (w1, w1_scales, w2, w2_scales), (w1_bias, w2_bias)
-        if self._shapes != self._padded_shapes and list(getattr(w1, "shape", ())) != self._padded_shapes["w1"]:
+        is_padded = isinstance(w1, torch.Tensor) and w1.dim() > 2 and shape_of_weights(w1) == self._padded_shapes["w1"]
+        if self._shapes != self._padded_shapes and not is_padded:
             w1, w1_scales, w2, w2_scales, w1_bias, w2_bias = map(self._padded, self._shapes, (*weights, *biases))
             weights, biases = (w1, w1_scales, w2, w2_scales), (w1_bias, w2_bias)
         self._check_weights(w1, w1_scales, w2, w2_scales)
@@ -363,8 +399,12 @@ class MegaMoE:
             if bias is not None:
                 check_tensor(name, bias, torch.float32, self._padded_shapes[name], self.comm.device)
                 check_aligned(name, bias)
-        self._experts.use_weights(weights, biases)  # first: it may raise
-        self.weights, self.biases, self._weights_are_ours, self._weight_reports = weights, biases, False, ()
+        self._use(weights, biases, ())
+
+    def _use(self, weights: tuple[torch.Tensor, ...], biases: Biases, packed: tuple[torch.Tensor, ...]) -> None:
+        self._experts.use_weights(weights, biases, packed)  # first: it may raise
+        self.weights, self.biases, self._packed = weights, biases, packed
+        self._weights_are_ours, self._weight_reports = False, ()
 
     def _check_weights(
         self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor
@@ -532,10 +572,20 @@ class MegaMoE:
                 f"padded with zeros to multiples of {BLOCK}: hidden {self.hidden} to {hidden}, intermediate "
                 f"{self.intermediate} to {intermediate}; weights take {100 * more:.3g}% more"
             )
+        if self.weights:
+            lines.append(f"weights {self._kept_as()}")
         if self._weight_reports:
             of_w1, of_w2 = self._weight_reports
             lines.append(f"scales of w1 {of_w1}; of w2 {of_w2}")
         return "\n    ".join(lines)
+
+    def _kept_as(self) -> str:
+        w1, _, w2, _ = self.weights
+        num_bytes = sum(each.nbytes for each in (w1, w2, *self._packed))
+        values = math.prod(shape_of_weights(w1)) + math.prod(shape_of_weights(w2))
+        form = "four bits" if is_packed(w1) else "FP8"
+        form += " and, for few tokens, four bits" if self._packed else ""
+        return f"in {form}: {num_bytes / 1e9:.3g} GB, {num_bytes / values:.3g} bytes a value"
 
     def trace(self) -> MegaTimes:
         """Let kernels of later calls write when they work, which makes GEMMs a little slower.

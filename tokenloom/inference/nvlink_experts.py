@@ -98,9 +98,15 @@ class NvlinkExperts:
         """Do what ``MegaMoE.set_activation`` says."""
         self._gemms.set_activation(form, fast_math)
 
-    def use_weights(self, weights: tuple[torch.Tensor, ...], biases: Biases) -> None:
-        """Use the checked ``MegaMoE.weights`` and ``MegaMoE.biases`` from the next call on."""
-        self._gemms.use_weights(weights, biases)
+    def kept_as(self, keep: str) -> str:
+        """Do what ``MegaGemms.kept_as`` says."""
+        return self._gemms.kept_as(keep)
+
+    def use_weights(
+        self, weights: tuple[torch.Tensor, ...], biases: Biases, packed: tuple[torch.Tensor, ...] = ()
+    ) -> None:
+        """Do what ``MegaGemms.use_weights`` says."""
+        self._gemms.use_weights(weights, biases, packed)
 
     def trace(self) -> MegaTimes:
         """Do what ``MegaMoE.trace`` says."""

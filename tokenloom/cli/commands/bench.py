@@ -164,7 +164,7 @@ def mega(
         text_option(
             "--against",
             "NAME",
-            "Also measure this layer in turns with ours: deep_gemm, row or composed. Can be given several times.",
+            "Also measure this layer in turns with ours: deep_gemm, row, four_bits or composed. Can be given again.",
         ),
     ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Overwrite L2 before each sample, which is one call.")] = False,
