@@ -28,7 +28,8 @@ from tokenloom.runtime.processes import RankContext, RankPool
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "tokenloom"]
 LIMIT_S = 120.0
-INTERRUPT_LIMIT_S = 15.0
+INTERRUPT_LIMIT_S = 60.0
+"""It takes a second where nothing else runs."""
 
 
 def test_help_lists_the_commands() -> None:
