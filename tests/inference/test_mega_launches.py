@@ -165,6 +165,7 @@ def test_few_tokens_read_four_bits(launches: Launches) -> None:
     scales = {"w1_scales": torch.ones(LOCAL, 2 * INTERMEDIATE), "w2_scales": torch.ones(LOCAL, HIDDEN)}
     layer.load_weights(w1, w2, **scales, keep="both")
     for num_tokens in (300, 5, 130, 600):
+        layer.set_activation(clamp=float(num_tokens))
         call(layer, num_tokens)
         few = num_tokens < 143
         for gemm, packed in zip((launches["gemm1"], launches["gemm2"]), layer._packed, strict=True):
@@ -176,6 +177,10 @@ def test_few_tokens_read_four_bits(launches: Launches) -> None:
     for w, packed in zip((layer.weights[0], layer.weights[2]), layer._packed, strict=True):
         assert w.float().any()
         assert torch.equal(packed, tl.pack_weights(w)), "both are those that were loaded last"
+    layer.use_weights(*layer.weights)
+    call(layer, 5)
+    assert launches["gemm1"].shape["four_bits"] == 0
+    assert "weights in FP8: " in layer.describe()
     for keep, tokens in (("four_bits", 600), ("both", 142)):  # no call of so few reads FP8
         layer = make_layer(recipe="row", max_tokens_per_rank=tokens)
         layer.load_weights(w1, w2, **scales, keep=keep)

@@ -492,6 +492,8 @@ def test_packed_weights_in_use() -> None:
         for first, second in ((tl.pack_weights(w1), w2), (w1, tl.pack_weights(w2)), map(tl.pack_weights, (w1, w2))):
             mega.use_weights(first, w1_scales, second, w2_scales)
             assert torch.equal(outputs(mega), wanted)
+        mega.use_weights(w1, w1_scales, second, w2_scales)
+        assert "weights in FP8 (w1) and four bits (w2): 0.000166 GB, 0.844 bytes a value" in mega.describe()
         with pytest.raises(tl.ShapeMismatch, match=r"w2 is \[2, 2, 2, 8704\], expected \[2, 2, 1, 8704\]"):
             mega.use_weights(w1, w1_scales, tl.pack_weights(w1), w2_scales)
 
@@ -504,12 +506,16 @@ def test_weights_that_cannot_be_kept() -> None:
             mega.use_weights(packed, torch.ones(2, 2, 2), packed[:, :, :1], torch.ones(2, 2, 1))
         with pytest.raises(tl.InvalidArgument, match="keep is 'int4', expected one of fp8, four_bits, both"):
             mega.load_weights(**given, four_bits=tl.MXFP4, keep="int4")  # type: ignore[arg-type]
-        with pytest.raises(tl.InvalidArgument, match="keep='both' needs recipe='row', this layer has 'block'"):
-            mega.load_weights(**given, four_bits=tl.MXFP4, keep="both")
+        for keep in ("both", "four_bits"):
+            with pytest.raises(tl.InvalidArgument, match=f"keep='{keep}' needs recipe='row', this layer has 'block'"):
+                mega.load_weights(**given, four_bits=tl.MXFP4, keep=keep)  # type: ignore[arg-type]
     with small_mega(recipe="row") as mega:
         given["w2_scales"][0, 3] = torch.tensor([100, 112, 100, 100], dtype=torch.uint8)  # 12 octaves
-        with pytest.raises(tl.InvalidArgument, match=r"^3 of 2048 groups of 32 values of w2 are not E2M1.*keep FP8"):
-            mega.load_weights(**given, four_bits=tl.MXFP4, keep="four_bits")
+        for keep in ("both", "four_bits"):
+            with pytest.raises(tl.InvalidArgument, match=r"^3 of 2048 groups of 32 values of w2 are not E2M1.*='fp8'"):
+                mega.load_weights(**given, four_bits=tl.MXFP4, keep=keep)  # type: ignore[arg-type]
+        with pytest.raises(tl.InvalidArgument, match="keep='both' keeps E2M1 with a scale for 32 values"):
+            mega.load_weights(**given, four_bits=tl.FourBits("int4"), keep="both")
         assert not mega.weights
         mega.load_weights(**given, four_bits=tl.MXFP4)
 

@@ -89,6 +89,9 @@ PADDED_CASES = {
     "padded, powers": Case("other scales", hidden=144, intermediate=176, powers=True, fast_math=False),
     "padded, by row": Case("one scale for a row", hidden=208, intermediate=176, recipe="row", unused=0.3),
     "padded, by row, fp8": Case("x as it is sent", hidden=144, intermediate=80, recipe="row", quantised=True),
+    "padded, four bits": Case(
+        "zeros are packed too", hidden=160, intermediate=96, recipe="row", keep="four_bits", biased=True, shared=1
+    ),
     "padded gpt_oss, by row": Case(
         "all of it", hidden=144, intermediate=176, recipe="row", activation="swigluoai", biased=True, shared=1
     ),

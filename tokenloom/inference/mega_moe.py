@@ -41,6 +41,7 @@ from tokenloom.ops.quant import (
     shape_of_weights,
 )
 from tokenloom.ops.quant.four_bits import check_four_bits
+from tokenloom.ops.quant.packed_weights import can_pack
 from tokenloom.ops.quant.weights import padded_weights_for
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout, align_up
 from tokenloom.runtime.rendezvous import agree
@@ -200,7 +201,7 @@ class MegaMoE:
         self.biases: Biases = (None, None)
         self._packed: tuple[torch.Tensor, ...] = ()
         """w1 and w2 in four bits, beside those in FP8."""
-        self._weights_are_ours = False
+        self._weights_are_ours, self._form = False, "fp8"
         self._weight_reports: tuple[WeightReport, ...] = ()
         self._device, self._dtypes = self.comm.device, self.comm.engine.capabilities.dtypes
         self.after_stage: Callable[[str], None] | None = None
@@ -275,7 +276,16 @@ class MegaMoE:
             raise InvalidArgument(f"keep is {keep!r}, expected one of {', '.join(KEPT)}")
         if keep != "fp8" and self._recipe != "row":
             raise InvalidArgument(f"keep={keep!r} needs recipe='row', this layer has {self._recipe!r}")
+        if keep != "fp8" and isinstance(four_bits, FourBits) and not can_pack(four_bits):
+            raise InvalidArgument(
+                f"keep={keep!r} keeps E2M1 with a scale for 32 values or more, these are {four_bits}; pass keep='fp8'"
+            )
         form = self._experts.kept_as(keep)
+        if self._weights_are_ours and form != self._form:
+            raise InvalidArgument(
+                f"the weights loaded before were not kept as keep={keep!r} says, and captured graphs may read them; "
+                "make another MegaMoE"
+            )
         optional = {"w1_scales": w1_scales, "w2_scales": w2_scales, "w1_bias": w1_bias, "w2_bias": w2_bias}
         for name, tensor in {"w1": w1, "w2": w2, **optional}.items():
             if not isinstance(tensor, torch.Tensor) and not (name in optional and tensor is None):
@@ -322,10 +332,12 @@ class MegaMoE:
             w1_scales = interleave_gate_and_up(w1_scales)
         w1 = interleave_gate_and_up(w1)
         packed: tuple[torch.Tensor, ...] = ()
-        if form == "four_bits":
-            w1, w2 = pack_weights(w1, "w1"), pack_weights(w2, "w2")
-        elif form == "both":
+        if keep != "fp8":  # also where no call reads them: what cannot be kept is refused on all backends
             packed = pack_weights(w1, "w1"), pack_weights(w2, "w2")
+        if form == "four_bits":
+            w1, w2 = packed
+        if form != "both":
+            packed = ()
         given, biases = (w1, w1_scales, w2, w2_scales), self._float32_biases(w1_bias, w2_bias)
         if self._weights_are_ours:  # captured graphs read the weights where they are
             ours = (*self.weights, *self._packed)
@@ -333,17 +345,12 @@ class MegaMoE:
                 raise InvalidArgument(
                     "the weights loaded before had other biases, which captured graphs may read; make another MegaMoE"
                 )
-            if [each.dtype for each in ours] != [each.dtype for each in (*given, *packed)]:
-                raise InvalidArgument(
-                    f"the weights loaded before were not kept as keep={keep!r} says, and captured graphs may read "
-                    "them; make another MegaMoE"
-                )
             for old, new in zip((*ours, *self.biases), (*given, *packed, *biases), strict=True):
                 if old is not None and new is not None:
                     old.copy_(new)
         else:
             self._use(tuple(tensor.clone() for tensor in given), biases, packed)
-            self._weights_are_ours = True
+            self._weights_are_ours, self._form = True, form
         self._weight_reports = (of_w1, of_w2)
 
     def _float32_biases(self, w1_bias: torch.Tensor | None, w2_bias: torch.Tensor | None) -> Biases:
@@ -377,8 +384,9 @@ class MegaMoE:
 
         Args:
             w1: float8_e4m3fn [L, 2I, H], the experts of ``load_weights``, with gates and ups in turn as
-                ``interleave_gate_and_up`` puts them. By recipe "row" also what ``pack_weights`` makes of that, once H
-                and I are padded to multiples of 128; w2 likewise.
+                ``interleave_gate_and_up`` puts them. By recipe "row" also what ``pack_weights`` makes of that; w2
+                likewise. Beside packed weights all tensors have H and I rounded up to multiples of 128, as in the
+                ``weights`` of a layer that has loaded them.
             w1_scales: float32 [L, 2I / 128, H / 128], rounded up as in ``load_weights``, gates, then ups, not
                 interleaved. Recipe "row": [L, 2I], in the order of w1's rows (``interleave_gate_and_up(w1_scales)``).
             w2: float8_e4m3fn [L, H, I].
@@ -390,7 +398,8 @@ class MegaMoE:
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
         """
         weights, biases = (w1, w1_scales, w2, w2_scales), (w1_bias, w2_bias)
-        is_padded = isinstance(w1, torch.Tensor) and w1.dim() > 2 and shape_of_weights(w1) == self._padded_shapes["w1"]
+        tensors = [w for w in (w1, w2) if isinstance(w, torch.Tensor)]
+        is_padded = any(map(is_packed, tensors)) or list(getattr(w1, "shape", ())) == self._padded_shapes["w1"]
         if self._shapes != self._padded_shapes and not is_padded:
             w1, w1_scales, w2, w2_scales, w1_bias, w2_bias = map(self._padded, self._shapes, (*weights, *biases))
             weights, biases = (w1, w1_scales, w2, w2_scales), (w1_bias, w2_bias)
@@ -583,7 +592,8 @@ class MegaMoE:
         w1, _, w2, _ = self.weights
         num_bytes = sum(each.nbytes for each in (w1, w2, *self._packed))
         values = math.prod(shape_of_weights(w1)) + math.prod(shape_of_weights(w2))
-        form = "four bits" if is_packed(w1) else "FP8"
+        of_w1, of_w2 = ("four bits" if is_packed(w) else "FP8" for w in (w1, w2))
+        form = of_w1 if of_w1 == of_w2 else f"{of_w1} (w1) and {of_w2} (w2)"
         form += " and, for few tokens, four bits" if self._packed else ""
         return f"in {form}: {num_bytes / 1e9:.3g} GB, {num_bytes / values:.3g} bytes a value"
 

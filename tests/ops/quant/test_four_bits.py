@@ -192,3 +192,17 @@ def test_bad_input(what: str) -> None:
 def test_unknown_formats(options: dict[str, Any], said: str) -> None:
     with pytest.raises(tl.InvalidArgument, match=f"^{said}"):
         tl.FourBits(**options)
+
+
+@pytest.mark.parametrize("recipe", ["block", "row"])
+@pytest.mark.parametrize("octaves", [16, 52, 150, 190, 253])
+def test_scales_that_lie_far_apart(octaves: int, recipe: str) -> None:
+    """Also so far that float32 takes their ratio for 0: the values are lost, and that is said."""
+    codes = torch.full((1, 128, 64), 0x22, dtype=torch.uint8)  # ones
+    scales = torch.full((1, 128, 4), 254, dtype=torch.uint8)
+    scales[:, :, 0] = 254 - octaves
+    with pytest.raises(tl.InvalidArgument, match="128 channels \\(4096 of 16384 values\\) would be rounded again"):
+        tl.weights_for(recipe, codes, scales, four_bits=tl.MXFP4)
+    w, _, report = tl.weights_for(recipe, codes, scales, four_bits=tl.MXFP4, round_again=True)
+    assert report.num_rounded_values == 4096
+    assert not w[..., :32].float().any()

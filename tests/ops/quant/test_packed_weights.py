@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tokenloom as tl
+from tokenloom.ops.quant import packed_weights
 from tokenloom.ops.quant.four_bits import MAGNITUDES
 from tokenloom.ops.quant.packed_weights import BLOCK_BYTES, shape_of_weights, unpack_weights
 
@@ -28,8 +29,10 @@ def test_all_codes_with_all_scales() -> None:
 
 
 @pytest.mark.parametrize("four_bits", [tl.MXFP4, tl.FourBits(nibbles="high_first")])
-def test_checkpoints(four_bits: tl.FourBits) -> None:
+@pytest.mark.parametrize("values_at_once", [1, packed_weights.VALUES_AT_ONCE])
+def test_checkpoints(four_bits: tl.FourBits, values_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every channel has its own scale, and every place its own value."""
+    monkeypatch.setattr(packed_weights, "VALUES_AT_ONCE", values_at_once)
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(0, 256, (2, 256, 192), generator=generator).to(torch.uint8)
     exponents = torch.randint(120, 132, (2, 256, 12), generator=generator).to(torch.uint8)
@@ -56,7 +59,7 @@ def test_what_does_not_fit(values: list[float], misfits: int) -> None:
     if not misfits:
         assert torch.equal(unpack_weights(tl.pack_weights(w.to(FP8))).float(), w)
         return
-    with pytest.raises(tl.InvalidArgument, match=f"^{misfits} of 512 groups of 32 values of w .*keep FP8"):
+    with pytest.raises(tl.InvalidArgument, match=f"^{misfits} of 512 groups of 32 values of w .*keep='fp8'"):
         tl.pack_weights(w.to(FP8))
 
 
@@ -65,5 +68,9 @@ def test_wrong_weights() -> None:
         tl.pack_weights(torch.zeros(1, 128, 128, dtype=torch.bfloat16))
     with pytest.raises(tl.ShapeMismatch, match=r"w is \[1, 128, 96\]"):
         tl.pack_weights(torch.zeros(1, 128, 96).to(FP8))
+    with pytest.raises(tl.ShapeMismatch, match=r"w is \[0, 128, 128\], expected \[E, N, K\] of at least one expert"):
+        tl.pack_weights(torch.zeros(0, 128, 128).to(FP8))
+    with pytest.raises(tl.InvalidArgument, match="w is packed already"):
+        tl.pack_weights(tl.pack_weights(torch.zeros(1, 128, 128).to(FP8)))
     with pytest.raises(tl.InvalidArgument, match="w is a list"):
         tl.pack_weights([1.0])  # type: ignore[arg-type]

@@ -185,10 +185,11 @@ def _by_powers_of_two(recipe: str, values: torch.Tensor, scales: torch.Tensor, l
         groups = FP8_BLOCK // values.shape[2]
         of_codes = scales.unflatten(0, (-1, FP8_BLOCK)).unflatten(2, (-1, groups)).amax((1, 3, 4))
         largest = of_codes.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(groups, 1)
-    ratios = torch.where(scales > 0, scales / largest[..., None], 0)
+    # Scales may lie 254 octaves apart, which float32 would take for products of 0.
+    ratios = torch.where(scales > 0, scales.double() / largest[..., None].double(), 0)
     products = (values * (ratios * raised)).flatten(1)
-    codes = products.to(torch.float8_e4m3fn)
-    return codes, of_codes / raised, codes.float() != products
+    codes = products.float().to(torch.float8_e4m3fn)
+    return codes, of_codes / raised, codes.double() != products
 
 
 def _quantised(recipe: str, values: torch.Tensor, scales: torch.Tensor, _: float) -> Encoded:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, require_type
-from tokenloom.ops.quant.four_bits import MAGNITUDES
+from tokenloom.ops.quant.four_bits import MAGNITUDES, FourBits
 from tokenloom.plan import FP8_BLOCK
 
 E4M3 = torch.float8_e4m3fn
@@ -18,6 +18,11 @@ VALUES_AT_ONCE = 1 << 24
 LEAST, MOST = 1, 12
 """r of a group: its values are E2M1 times 2**(r - 6), so that all but 0 are normal numbers of E4M3."""
 SHIFT = 6
+
+
+def can_pack(four_bits: FourBits) -> bool:
+    """Whether weights of this form can be packed, if the scales of a channel do not lie too far apart."""
+    return four_bits.values == "e2m1" and four_bits.group >= GROUP
 
 
 def is_packed(w: torch.Tensor) -> bool:
@@ -51,10 +56,16 @@ def pack_weights(w: torch.Tensor, name: str = "w") -> torch.Tensor:
         ShapeMismatch, DtypeMismatch: w is not as above.
     """
     require_type(name, w, torch.Tensor, "a torch.Tensor")
+    if is_packed(w):
+        raise InvalidArgument(f"{name} is packed already")
     if w.dtype != E4M3:
-        raise DtypeMismatch(f"{name} is {w.dtype}, expected float8_e4m3fn")
+        raise DtypeMismatch(
+            f"{name} is {w.dtype}, expected float8_e4m3fn, as weights_for('row', ...) makes it of a checkpoint"
+        )
     if w.dim() != 3 or not w.numel() or w.shape[1] % FP8_BLOCK or w.shape[2] % FP8_BLOCK:
-        raise ShapeMismatch(f"{name} is {list(w.shape)}, expected [E, N, K], N and K multiples of {FP8_BLOCK}")
+        raise ShapeMismatch(
+            f"{name} is {list(w.shape)}, expected [E, N, K] of at least one expert, N and K multiples of {FP8_BLOCK}"
+        )
     experts, channels, depth = w.shape
     shape = (experts, channels // FP8_BLOCK, depth // FP8_BLOCK, BLOCK_BYTES)
     packed = torch.empty(shape, dtype=torch.uint8, device=w.device)
@@ -66,7 +77,8 @@ def pack_weights(w: torch.Tensor, name: str = "w") -> torch.Tensor:
     if misfits:
         raise InvalidArgument(
             f"{misfits} of {w.numel() // GROUP} groups of {GROUP} values of {name} are not E2M1 times a power of two "
-            f"from 2**{LEAST - SHIFT} to 2**{MOST - SHIFT}, so four bits would round them; keep FP8"
+            f"from 2**{LEAST - SHIFT} to 2**{MOST - SHIFT}, so four bits would round them; keep='fp8' of load_weights "
+            "takes them as they are"
         )
     return packed
 
@@ -76,7 +88,7 @@ def _pack_strips(values: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     groups = values.unflatten(1, (-1, GROUP))
     largest = groups.abs().amax(2)
     # E2M1's largest codes are 6 and 4, which are 0.75 * 2**3 and 0.5 * 2**3.
-    r = (torch.frexp(largest).exponent - 3 + SHIFT).clamp(LEAST, MOST)
+    r = (torch.frexp(largest).exponent - 3 + SHIFT).clamp(min=LEAST)  # 448 is 12: no more
     codes = torch.ldexp(groups.abs(), SHIFT - r[..., None])
     table = torch.tensor(MAGNITUDES, device=values.device)
     magnitudes = torch.bucketize(codes, table).clamp(max=len(MAGNITUDES) - 1)
