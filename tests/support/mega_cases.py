@@ -10,6 +10,7 @@ import torch
 import tokenloom as tl
 from tokenloom import reference
 from tokenloom.ops import quant
+from tokenloom.ops.quant.weights import padded_weights_for
 from tokenloom.runtime.processes import RankContext
 
 BF16 = torch.bfloat16
@@ -209,9 +210,9 @@ def four_bit_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.where(groups < 0, codes + 8, codes).flatten(-2).unflatten(-1, (-1, 2))
     packed = (codes[..., 0] + 16 * codes[..., 1]).to(torch.uint8)
     scales = (exponents[..., 0] + 127).to(torch.uint8)
-    codes, scales, report = tl.weights_for("row", packed, scales, four_bits=tl.MXFP4)
+    codes, scales, report = padded_weights_for("row", packed, scales, four_bits=tl.MXFP4)
     assert str(report) == "encoded exactly"
-    return codes, scales
+    return narrowed(codes[:, : w.shape[1]], w.shape[2]), scales[:, : w.shape[1]].contiguous()
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
