@@ -25,6 +25,7 @@ from tokenloom.comm import communicator
 from tokenloom.comm.communicators_by_shape import Communicators
 from tokenloom.inference import mega_gemms
 from tokenloom.jit import kernel
+from tokenloom.ops import gemm
 from tokenloom.runtime import rendezvous
 from tokenloom.runtime.kernel_reports import RECORD_WORDS, SEQUENCE_WORD, HostCounts
 from tokenloom.runtime.rank_group import RankGroup
@@ -121,7 +122,7 @@ class StandIns:
         self._patch(kernel, "load_driver", lambda: None)
         self._patch(kernel, "_function", lambda spec, index: 1)
         self._patch(kernel, "launch_function", lambda: self._launch)
-        self._patch(mega_gemms, "operand_map", lambda *shape: kernel.TensorMap())
+        self._patch(gemm, "operand_map", lambda *shape: kernel.TensorMap())
         self._patch(mega_gemms, "row_windows", lambda rows, recipe: torch.empty(1))
         self._patch(mega_gemms, "scale_map", lambda *shape: kernel.TensorMap())
         self._patch(backend, "usable_sms", lambda index: NUM_SMS)

@@ -14,18 +14,16 @@ from tokenloom.jit.kernel import Kernel, TensorMap
 from tokenloom.kernels.gemm.launch import (
     CLUSTER,
     TILE_HEIGHTS,
-    WEIGHT_BOX,
     Bf16Epilogue,
     GroupedGemmVariant,
     average_rows,
-    operand_map,
     row_windows,
     scale_map,
     tile_rows_for,
     warps_that_store,
     wide_scales,
 )
-from tokenloom.ops.gemm import Biases, swiglu_epilogue, tell_activation
+from tokenloom.ops.gemm import Biases, swiglu_epilogue, tell_activation, weights_argument
 from tokenloom.ops.quant import is_packed
 from tokenloom.plan import SWIGLU, Activation, Plan, align_up
 from tokenloom.runtime.deferred_release import keep_until_idle
@@ -34,13 +32,6 @@ from tokenloom.runtime.deferred_release import keep_until_idle
 def sms_for_gemms(device: torch.device) -> int:
     """SMs that a kernel takes on a GPU: all that make whole clusters."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) // CLUSTER * CLUSTER
-
-
-def operand_of(w: torch.Tensor | None) -> dict[str, Any]:
-    """The arguments of a GEMM that say where its weights are."""
-    if w is None:
-        return {}
-    return {"four_bits": w.data_ptr()} if is_packed(w) else {"b": operand_map(w, WEIGHT_BOX)}
 
 
 class MegaGemms:
@@ -137,13 +128,13 @@ class MegaGemms:
             of_second = {"tile_rows": height, "four_bits": w2 is not None and is_packed(w2)}
             first = self._kernel(*first_sizes, epilogue=swiglu, awaits=self._num_ranks, **of_first)
             second = self._kernel(*second_sizes, epilogue=plain, scatters=self._num_ranks, **of_second)
-            operands = (operand_of(w1), w1_scales, w1_bias), (operand_of(w2), w2_scales, w2_bias)
-            pairs.append(((first, second), operands))
+            of_w1, of_w2 = (None if w is None else weights_argument(w) for w in (w1, w2))
+            pairs.append(((first, second), ((of_w1, w1_scales, w1_bias), (of_w2, w2_scales, w2_bias))))
         for pair, operands in pairs:
             tell_activation(pair[0].args, form)
-            for gemm, (operand, scales, bias) in zip(pair, operands, strict=True):
-                for name, value in operand.items():
-                    setattr(gemm.args, name, value)
+            for gemm, (argument, scales, bias) in zip(pair, operands, strict=True):
+                if argument is not None:
+                    setattr(gemm.args, *argument)
                 gemm.args.b_scales = 0 if scales is None else scales.data_ptr()
                 gemm.args.bias = 0 if bias is None else bias.data_ptr()
             if self._traces is not None:

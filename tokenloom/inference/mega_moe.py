@@ -201,7 +201,7 @@ class MegaMoE:
         self.biases: Biases = (None, None)
         self._packed: tuple[torch.Tensor, ...] = ()
         """w1 and w2 in four bits, beside those in FP8."""
-        self._weights_are_ours, self._form = False, "fp8"
+        self._weights_are_ours = False
         self._weight_reports: tuple[WeightReport, ...] = ()
         self._device, self._dtypes = self.comm.device, self.comm.engine.capabilities.dtypes
         self.after_stage: Callable[[str], None] | None = None
@@ -350,7 +350,7 @@ class MegaMoE:
                     old.copy_(new)
         else:
             self._use(tuple(tensor.clone() for tensor in given), biases, packed)
-            self._weights_are_ours, self._form = True, form
+            self._weights_are_ours = True
         self._weight_reports = (of_w1, of_w2)
 
     def _float32_biases(self, w1_bias: torch.Tensor | None, w2_bias: torch.Tensor | None) -> Biases:
@@ -587,6 +587,11 @@ class MegaMoE:
             of_w1, of_w2 = self._weight_reports
             lines.append(f"scales of w1 {of_w1}; of w2 {of_w2}")
         return "\n    ".join(lines)
+
+    @property
+    def _form(self) -> str:
+        """In which of KEPT ``load_weights`` has kept the weights."""
+        return "both" if self._packed else "four_bits" if is_packed(self.weights[0]) else "fp8"
 
     def _kept_as(self) -> str:
         w1, _, w2, _ = self.weights

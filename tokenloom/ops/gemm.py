@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from numbers import Real
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from tokenloom.kernels.common import HOPPER, spec_of
 from tokenloom.kernels.gemm.launch import (
     BLOCK,
     CLUSTER,
+    FOUR_BIT_BLOCK,
     QUANTIZE_THREADS,
     ROW_BOX,
     WEIGHT_BOX,
@@ -47,7 +49,6 @@ from tokenloom.ops.quant import (
     shape_of_weights,
     unpack_weights,
 )
-from tokenloom.ops.quant.packed_weights import BLOCK_BYTES
 from tokenloom.plan import SWIGLU, Activation
 
 ALIGNMENT_BYTES = 16
@@ -300,10 +301,7 @@ def _launch(
         return
     args = kernel.args
     args.a = operand_map(a.flatten(0, -2), ROW_BOX)
-    if is_packed(b):
-        args.four_bits = b.data_ptr()
-    else:
-        args.b = operand_map(b, WEIGHT_BOX)
+    setattr(args, *weights_argument(b))
     if a_scales.dim() == a.dim() and wide_scales(a.shape[-1]):
         args.a_scale_map = scale_map(a_scales.flatten(0, -2))
     args.a_scales, args.b_scales = a_scales.data_ptr(), b_scales.data_ptr()
@@ -469,7 +467,7 @@ def check_weights(
     if isinstance(weights, torch.Tensor) and is_packed(weights):
         if recipe != "row":
             raise InvalidArgument(f"{name} is packed in four bits, which recipe='row' takes; this is {recipe!r}")
-        check_tensor(name, weights, torch.uint8, [num_experts, n // BLOCK, k // BLOCK, BLOCK_BYTES], device)
+        check_tensor(name, weights, torch.uint8, [num_experts, n // BLOCK, k // BLOCK, FOUR_BIT_BLOCK], device)
     else:
         check_tensor(name, weights, torch.float8_e4m3fn, shape, device)
     _check_granularity(f"{name}_scales", scales, [num_experts, n], k // BLOCK, "output channel", recipe)
@@ -516,6 +514,11 @@ def swiglu_epilogue(form: Activation, power_of_two_scales: bool, fast_math: bool
         adjusted=form.alpha != 1.0 or form.up_offset != 0.0,
         biased=biased,
     )
+
+
+def weights_argument(w: torch.Tensor) -> tuple[str, Any]:
+    """Return the name and the value of the argument that says where weights are."""
+    return ("four_bits", w.data_ptr()) if is_packed(w) else ("b", operand_map(w, WEIGHT_BOX))
 
 
 def tell_activation(args: GroupedGemmArgs, form: Activation) -> None:

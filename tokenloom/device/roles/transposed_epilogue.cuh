@@ -4,7 +4,7 @@
 //                    a tile's row
 //   kSums            of a thread
 //   Loaded load(tile, group, thread)    what it needs of the tile's rows and of its columns, from global memory
-//   stage(staging, shared, factors, sums, tile, number, group, thread)
+//   stage(staging, shared, loaded, sums, tile, number, group, thread)
 //                    turns the sums of a warpgroup into staged rows of its half of the tile's columns, between
 //                    wait_for_room(number) and publish()
 //

@@ -5,19 +5,22 @@ from __future__ import annotations
 import torch
 
 from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, require_type
+from tokenloom.kernels.gemm.launch import FOUR_BIT_BLOCK
 from tokenloom.ops.quant.four_bits import MAGNITUDES, FourBits
 from tokenloom.plan import FP8_BLOCK
 
 E4M3 = torch.float8_e4m3fn
 GROUP = 32
 """Values of a channel that share a power of two."""
-BLOCK_BYTES = FP8_BLOCK * FP8_BLOCK // 2 + FP8_BLOCK * FP8_BLOCK // GROUP
-"""kFourBitBlock of device/roles/four_bits.cuh: codes of 128 x 128 values, then their scales."""
+CODE_BYTES = FP8_BLOCK * FP8_BLOCK // 2
+"""Of a block of 128 x 128 values. Its scales follow."""
 VALUES_AT_ONCE = 1 << 24
 """That are packed together. Memory beside the result is some 40 bytes for each of them."""
 LEAST, MOST = 1, 12
 """r of a group: its values are E2M1 times 2**(r - 6), so that all but 0 are normal numbers of E4M3."""
 SHIFT = 6
+BITS = ((0, 7), (16, 3))
+"""Of a word: the first magnitude and the first sign of four values, among the first 16 of a step and behind them."""
 
 
 def can_pack(four_bits: FourBits) -> bool:
@@ -27,7 +30,7 @@ def can_pack(four_bits: FourBits) -> bool:
 
 def is_packed(w: torch.Tensor) -> bool:
     """Whether these are weights from ``pack_weights``."""
-    return w.dtype == torch.uint8 and w.dim() == 4 and w.shape[3] == BLOCK_BYTES
+    return w.dtype == torch.uint8 and w.dim() == 4 and w.shape[3] == FOUR_BIT_BLOCK
 
 
 def shape_of_weights(w: torch.Tensor) -> list[int]:
@@ -67,7 +70,7 @@ def pack_weights(w: torch.Tensor, name: str = "w") -> torch.Tensor:
             f"{name} is {list(w.shape)}, expected [E, N, K] of at least one expert, N and K multiples of {FP8_BLOCK}"
         )
     experts, channels, depth = w.shape
-    shape = (experts, channels // FP8_BLOCK, depth // FP8_BLOCK, BLOCK_BYTES)
+    shape = (experts, channels // FP8_BLOCK, depth // FP8_BLOCK, FOUR_BIT_BLOCK)
     packed = torch.empty(shape, dtype=torch.uint8, device=w.device)
     misfits = torch.zeros((), dtype=torch.int64, device=w.device)
     at_once = max(1, VALUES_AT_ONCE // (FP8_BLOCK * depth))  # strips of 128 channels
@@ -97,10 +100,10 @@ def _pack_strips(values: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     parts = (*blocks.shape[:1], 8, 2, 8, -1, 4, 2, 4, 4)
     magnitudes, signs = magnitudes.view(parts), groups.signbit().long().view(parts)
     places = torch.arange(4, device=values.device)
-    words = (magnitudes[..., 0, :, :] << (4 * places)).sum(-1) + (magnitudes[..., 1, :, :] << (16 + 4 * places)).sum(
-        -1
-    )
-    words += (signs[..., 0, :, :] << (8 * places + 7)).sum(-1) + (signs[..., 1, :, :] << (8 * places + 3)).sum(-1)
+    words = torch.zeros_like(magnitudes[..., 0, :, 0])
+    for part, (first, sign) in enumerate(BITS):
+        words += (magnitudes[..., part, :, :] << (first + 4 * places)).sum(-1)
+        words += (signs[..., part, :, :] << (sign + 8 * places)).sum(-1)
     # [strip, warp, upper, g, block, step, t] -> [strip, block, warp, half, g, t, step of the half, upper]
     words = words.unflatten(5, (2, 2)).permute(0, 4, 1, 5, 3, 7, 6, 2)
     as_bytes = torch.where(words >= 1 << 31, words - (1 << 32), words).int().contiguous().view(torch.uint8)
@@ -117,20 +120,18 @@ def unpack_weights(packed: torch.Tensor) -> torch.Tensor:
 
 def _unpacked(packed: torch.Tensor) -> torch.Tensor:
     strips, blocks, _ = packed.shape
-    code_bytes = FP8_BLOCK * FP8_BLOCK // 2
-    words = packed[..., :code_bytes].contiguous().view(torch.int32).long()
+    words = packed[..., :CODE_BYTES].contiguous().view(torch.int32).long()
     words = words.view(strips, blocks, 8, 2, 8, 4, 2, 2)  # strip, block, warp, half, g, t, step of the half, upper
     places = torch.arange(4, device=packed.device)
     halves = [
         (words[..., None] >> (first + 4 * places) & 7, words[..., None] >> (sign + 8 * places) & 1)
-        for first, sign in ((0, 7), (16, 3))
+        for first, sign in BITS
     ]
     table = torch.tensor(MAGNITUDES, device=packed.device)
     values = torch.stack([table[magnitudes] * (1 - 2 * signs) for magnitudes, signs in halves], -2)
-    r = (
-        packed[..., code_bytes:].view(strips, blocks, 8, 8, 2, 2, 2).int() // 8
-    )  # strip, block, warp, g, upper, half, step
-    # both become strip, warp, upper, g, block, half, step, and the values of a step behind that
+    r = packed[..., CODE_BYTES:].view(strips, blocks, 8, 8, 2, 2, 2).int() // 8
+    # r has strip, block, warp, g, upper, half, step. Both become strip, warp, upper, g, block, half, step.
+    # Behind these are the values of a step.
     values = values.permute(0, 2, 7, 4, 1, 3, 6, 8, 5, 9)  # ..., first or second 16, t, i
     r = r.permute(0, 2, 4, 3, 1, 5, 6)
     found = torch.ldexp(values, (r - SHIFT)[..., None, None, None])
