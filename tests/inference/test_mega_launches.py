@@ -158,6 +158,29 @@ def test_tiles_of_as_many_rows_as_a_call_makes_likely(launches: Launches) -> Non
             same_call(launches)
 
 
+def test_an_sm_has_two_tiles_of_few_rows(launches: Launches) -> None:
+    """Of four bits, in both GEMMs, even if only one has such weights."""
+    layer = make_layer(recipe="row")
+    w1, _, w2, _ = new_weights()
+    scales = torch.ones(LOCAL, 2 * INTERMEDIATE), torch.ones(LOCAL, HIDDEN)
+    packed_w1, packed_w2 = (tl.pack_weights(w) for w in (w1, w2))
+    layer.use_weights(w1, scales[0], w2, scales[1])
+    call(layer, 53)
+    blocks = launches["gemm1"].blocks
+    for given_w1, given_w2 in ((packed_w1, packed_w2), (packed_w1, w2), (w1, w2)):
+        layer.use_weights(given_w1, scales[0], given_w2, scales[1])
+        four_bits = given_w1 is packed_w1, given_w2 is packed_w2
+        for num_tokens, height in ((53, 64 if any(four_bits) else 128), (54, 128)):
+            call(layer, num_tokens)
+            for gemm, packed, w in zip(
+                (launches["gemm1"], launches["gemm2"]), four_bits, (given_w1, given_w2), strict=True
+            ):
+                assert gemm.shape["four_bits"] == packed
+                assert not packed or gemm.four_bits == w.data_ptr()
+                assert gemm.shape["tile_rows"] == height
+                assert gemm.blocks == (2 * blocks if packed and height == 64 else blocks), (num_tokens, packed)
+
+
 def test_few_tokens_read_four_bits(launches: Launches) -> None:
     """Where weights are kept in both forms. Kernels of either form know which weights are theirs."""
     layer = make_layer(recipe="row")
@@ -188,18 +211,6 @@ def test_few_tokens_read_four_bits(launches: Launches) -> None:
         assert launches["gemm2"].shape["four_bits"] == 1
         assert launches["gemm2"].four_bits == layer.weights[2].data_ptr()
         assert "weights in four bits: " in layer.describe()
-
-
-def test_four_bits_of_one_product(launches: Launches) -> None:
-    """Each kernel has the form of its own weights."""
-    layer = make_layer(recipe="row")
-    w1, _, w2, _ = new_weights()
-    w1_scales, w2_scales = torch.ones(LOCAL, 2 * INTERMEDIATE), torch.ones(LOCAL, HIDDEN)
-    layer.use_weights(tl.pack_weights(w1), w1_scales, w2, w2_scales)
-    call(layer)
-    gemm1, gemm2 = launches["gemm1"], launches["gemm2"]
-    assert (gemm1.shape["four_bits"], gemm2.shape["four_bits"]) == (1, 0)
-    assert gemm1.four_bits == layer.weights[0].data_ptr()
 
 
 def test_kernels_of_all_calls_that_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,13 @@ import torch
 from tokenloom.kernels.activation.launch import ActivationVariant
 from tokenloom.kernels.bias.launch import BiasVariant
 from tokenloom.kernels.common import Variant, short_name
-from tokenloom.kernels.gemm.launch import Bf16Epilogue, GroupedGemmVariant, QuantizeRowsVariant, SwigluFp8Epilogue
+from tokenloom.kernels.gemm.launch import (
+    Bf16Epilogue,
+    GroupedGemmVariant,
+    QuantizeRowsVariant,
+    SwigluFp8Epilogue,
+    tile_heights,
+)
 from tokenloom.kernels.moe.launch import Packing, PackTokensVariant, SendRoutesVariant, SumRoutesVariant
 from tokenloom.plan import FUNCTIONS, Plan
 
@@ -99,7 +105,7 @@ _VARIANTS: list[tuple[str, Variant]] = [
     *(
         (f"gemm, four bits, {kind}, {rows} rows", replace(variant, tile_rows=rows, **FOUR_BITS))
         for rows, (kind, variant) in product(
-            (128, 160, 256),
+            tile_heights("row", four_bits=True),
             {
                 "awaits": GroupedGemmVariant(32, 4096, 7168, epilogue=ROW_SCALED, awaits=8),
                 "awaits, gpt_oss": GroupedGemmVariant(32, 5888, 2944, epilogue=ROW_GPT_OSS, awaits=8),
@@ -117,7 +123,7 @@ _VARIANTS: list[tuple[str, Variant]] = [
             replace(variant, tile_rows=rows, recipe="row", claims=True),
         )
         for rows, (kind, variant) in product(
-            (128, 160),
+            (64, 128, 160),  # the lowest where the other product has weights of four bits
             {
                 "awaits": GroupedGemmVariant(32, 4096, 7168, epilogue=ROW_SCALED, awaits=8),
                 "awaits, exact": GroupedGemmVariant(32, 4096, 7168, epilogue=EXACT, awaits=8),

@@ -46,6 +46,8 @@ void print_tiles(const Bounds& bounds, unsigned clusters) {
 }
 
 template <int kN>
+using Even64 = EvenCut<kN, 64>;
+template <int kN>
 using Even128 = EvenCut<kN, 128>;
 template <int kN>
 using Even160 = EvenCut<kN, 160>;
@@ -63,6 +65,7 @@ WIDTH_CASES
 template <class Bounds>
 int print_tiles(const Bounds& bounds, int n, unsigned clusters, int rows_by_row) {
     switch (rows_by_row) {
+        case 64: return print_tiles_of<Even64>(bounds, n, clusters);
         case 128: return print_tiles_of<Even128>(bounds, n, clusters);
         case 160: return print_tiles_of<Even160>(bounds, n, clusters);
         case 256: return print_tiles_of<Even256>(bounds, n, clusters);
@@ -156,7 +159,7 @@ def check(
     assert covered == {(e, row, column) for e, rows in rows_of.items() for row in rows for column in columns}
 
 
-@pytest.mark.parametrize("rows_by_row", [0, 128, 160, 256])
+@pytest.mark.parametrize("rows_by_row", [0, 64, 128, 160, 256])
 @pytest.mark.parametrize(("clusters", "n"), LAUNCHES)
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_tiles_cover_each_row_once(program: Path, name: str, clusters: int, n: int, rows_by_row: int) -> None:
@@ -178,6 +181,9 @@ def test_a_count_above_the_places_stands_for_all_of_them(program: Path) -> None:
 
 def test_tiles_of_a_number_of_rows() -> None:
     """As many as most experts have, where there is such a height."""
-    found = {rows: tile_rows_for(rows, "row") for rows in (0, 0.25, 64, 112, 113, 128, 142, 143, 256, 300, 2048)}
-    assert list(found.values()) == [128] * 4 + [160] * 3 + [256] * 4, found
-    assert {tile_rows_for(rows, "block") for rows in found} == {128}
+    averages = (0, 0.25, 53, 54, 112, 113, 128, 142, 143, 256, 300, 2048)
+    found = [tile_rows_for(rows, "row", four_bits=False) for rows in averages]
+    assert found == [128] * 5 + [160] * 3 + [256] * 4, found
+    of_four_bits = [tile_rows_for(rows, "row", four_bits=True) for rows in averages]
+    assert of_four_bits == [64] * 3 + found[3:], of_four_bits
+    assert {tile_rows_for(rows, "block", four_bits=False) for rows in averages} == {128}

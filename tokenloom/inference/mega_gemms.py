@@ -19,6 +19,7 @@ from tokenloom.kernels.gemm.launch import (
     average_rows,
     row_windows,
     scale_map,
+    tile_heights,
     tile_rows_for,
     warps_that_store,
     wide_scales,
@@ -67,12 +68,11 @@ class MegaGemms:
         self.weights: tuple[torch.Tensor, ...] = ()
         self._packed: tuple[torch.Tensor, ...] = ()
         self._traces: tuple[torch.Tensor, torch.Tensor] | None = None
-        rows_of_token = plan.num_ranks * plan.top_k / plan.num_experts  # of each expert, on average
-        highest = tile_rows_for(plan.max_tokens_per_rank * rows_of_token, recipe)
-        self._heights = [height for height in TILE_HEIGHTS[recipe] if height <= highest]
-        self._most_tokens = [average_rows(height) / rows_of_token for height in self._heights[:-1]]
+        self._rows_of_token = plan.num_ranks * plan.top_k / plan.num_experts  # of each expert, on average
+        self._most_rows = plan.max_tokens_per_rank * self._rows_of_token
         self._kernels: dict[GroupedGemmVariant, Kernel] = {}
         self._pairs: list[tuple[Kernel, Kernel]] = []
+        self._most_tokens: list[float] = []  # of calls that take each pair but the last
         self._activation: tuple[Activation, bool] = (SWIGLU, False)
         self._biases: Biases = (None, None)
         self.is_stale = True
@@ -97,8 +97,13 @@ class MegaGemms:
 
     def kept_as(self, keep: str) -> str:
         """The forms of weights that calls read, of those that ``MegaMoE.load_weights`` is to keep."""
-        few = self._heights[-1] < TILE_HEIGHTS[self._recipe][-1]
+        few = self._heights(four_bits=True)[-1] < TILE_HEIGHTS[self._recipe][-1]
         return "four_bits" if keep == "both" and few else keep
+
+    def _heights(self, four_bits: bool) -> list[int]:
+        """Return the most rows of a tile, in calls of few tokens and of many."""
+        highest = tile_rows_for(self._most_rows, self._recipe, four_bits)
+        return [height for height in tile_heights(self._recipe, four_bits) if height <= highest]
 
     def trace(self, first: torch.Tensor, second: torch.Tensor) -> None:
         """Take kernels that write when their roles work, as ``MegaTimes.gemm1`` and ``gemm2`` say."""
@@ -120,12 +125,13 @@ class MegaGemms:
         second_sizes = (self._num_local, self._hidden, self._intermediate)
         plain = Bf16Epilogue(biased=w2_bias is not None)
         pairs = []
-        for height in self._heights:
-            w1, w1_scales, w2, w2_scales = weights or (None, None, None, None)
-            if packed and height < TILE_HEIGHTS[self._recipe][-1]:
-                w1, w2 = packed
-            of_first = {"tile_rows": height, "four_bits": w1 is not None and is_packed(w1)}
-            of_second = {"tile_rows": height, "four_bits": w2 is not None and is_packed(w2)}
+        given_w1, w1_scales, given_w2, w2_scales = weights or (None, None, None, None)
+        given_packed = [w is not None and is_packed(w) for w in (given_w1, given_w2)]
+        heights = self._heights(four_bits=bool(packed) or any(given_packed))
+        for height in heights:
+            few = bool(packed) and height < TILE_HEIGHTS[self._recipe][-1]
+            w1, w2 = packed if few else (given_w1, given_w2)
+            of_first, of_second = ({"tile_rows": height, "four_bits": few or each} for each in given_packed)
             first = self._kernel(*first_sizes, epilogue=swiglu, awaits=self._num_ranks, **of_first)
             second = self._kernel(*second_sizes, epilogue=plain, scatters=self._num_ranks, **of_second)
             of_w1, of_w2 = (None if w is None else weights_argument(w) for w in (w1, w2))
@@ -142,6 +148,7 @@ class MegaGemms:
                     gemm.args.trace = times.data_ptr()
         self._activation, self._biases, self.weights, self._packed = activation, biases, weights, packed
         self._pairs, self.is_stale = [pair for pair, _ in pairs], True
+        self._most_tokens = [average_rows(height) / self._rows_of_token for height in heights[:-1]]
 
     def _kernel(self, *sizes: int, **choices: Any) -> Kernel:
         traced = self._traces is not None
@@ -210,7 +217,7 @@ class MegaGemms:
             after_stage: is told when a GEMM has been launched.
         """
         first, second = self._pairs[bisect_left(self._most_tokens, num_tokens)]
-        first.launch(max(self.num_sms - gemm2_sms, self.fewest_sms), stream)
+        first.launch(max(self.num_sms - gemm2_sms, self.fewest_sms) * first.spec.blocks_per_sm, stream)
         after_stage("gemm1")
-        second.launch(self.num_sms, stream)
+        second.launch(self.num_sms * second.spec.blocks_per_sm, stream)
         after_stage("gemm2")

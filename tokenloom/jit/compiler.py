@@ -63,6 +63,7 @@ class KernelSpec:
         arch: architecture to compile for.
         cluster: blocks of a cluster. A launch has a multiple of it.
         shared_bytes: dynamic shared memory of a block, ``Shape::shared_bytes`` in the kernel.
+        blocks_per_sm: blocks that an SM has registers for, at least.
         prelude: headers from outside the package that come first.
     """
 
@@ -74,6 +75,7 @@ class KernelSpec:
     arch: str = "sm_90a"
     cluster: int = 1
     shared_bytes: int = 0
+    blocks_per_sm: int = 1
     prelude: Prelude = NO_PRELUDE
 
     def behind(self, prelude: Prelude) -> KernelSpec:
@@ -95,7 +97,7 @@ class KernelSpec:
             lines.append(f'static_assert({same}, "{struct}::{each}");')
         cluster = f"__cluster_dims__({self.cluster}, 1, 1) " if self.cluster > 1 else ""
         lines.append(
-            f'extern "C" __global__ void {cluster}__launch_bounds__({self.threads}, 1) '
+            f'extern "C" __global__ void {cluster}__launch_bounds__({self.threads}, {self.blocks_per_sm}) '
             f"{entry_symbol(self.name)}(const __grid_constant__ {struct} args) {{ {self.name}<Shape>(args); }}"
         )
         return self.prelude.text + "\n".join(lines) + "\n"

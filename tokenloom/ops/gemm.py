@@ -274,6 +274,7 @@ def _kernel(
     recipe: str,
 ) -> Kernel:
     num_experts, n, k = shape_of_weights(b)
+    four_bits = is_packed(b)
     variant = GroupedGemmVariant(
         num_experts,
         n,
@@ -281,8 +282,8 @@ def _kernel(
         epilogue=epilogue,
         slots=expert_counts is not None,
         recipe=recipe,
-        tile_rows=tile_rows_for(a.numel() / (num_experts * k), recipe),
-        four_bits=is_packed(b),
+        tile_rows=tile_rows_for(a.numel() / (num_experts * k), recipe, four_bits),
+        four_bits=four_bits,
     )
     return Kernel(spec_of(variant), a.device.index)
 
@@ -311,7 +312,8 @@ def _launch(
         args.counts, args.capacity = expert_counts.data_ptr(), a.shape[1]
     args.out = out.data_ptr()
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-    kernel.launch(sms // CLUSTER * CLUSTER, torch.cuda.current_stream(a.device).cuda_stream)
+    blocks = sms // CLUSTER * CLUSTER * kernel.spec.blocks_per_sm
+    kernel.launch(blocks, torch.cuda.current_stream(a.device).cuda_stream)
 
 
 def _launch_quantize(

@@ -39,7 +39,7 @@ MUTATIONS = (
       "inference.mega_moe:MegaMoE.use_weights",
       "not is_padded", "True", f"{PADDED}weights_in_use"),
     M("both-forms-of-few-tokens", "calls of few tokens read FP8 where four bits are there too",
-      "inference.mega_gemms:MegaGemms._choose", "packed and height < TILE_HEIGHTS[self._recipe][-1]", "False",
+      "inference.mega_gemms:MegaGemms._choose", "bool(packed) and height < TILE_HEIGHTS[self._recipe][-1]", "False",
       "tests/inference/test_mega_launches.py::test_few_tokens_read_four_bits"),
     M("kept-otherwise-before", "weights that are kept otherwise take the place of those that graphs read",
       "inference.mega_moe:MegaMoE.load_weights", "form != self._form", "False",

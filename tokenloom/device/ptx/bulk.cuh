@@ -3,6 +3,17 @@
 #pragma once
 #include "device/ptx/types.cuh"
 
+// True in one lane of the warp, which the compiler then knows to be one.
+__device__ __forceinline__ bool is_elected() {
+    uint32 elected;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "elect.sync _|p, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(elected));
+    return elected != 0;
+}
+
 __device__ __forceinline__ uint32 shared_address(const void* pointer) {
     return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }

@@ -76,6 +76,22 @@ struct Factors {
         }
         sync_threads(kGroupBarrier + group, kGroupThreads);
     }
+
+    // Of the rows of a step that this lane has, two in each half.
+    struct OfRows {
+        float2 scale[2], weight[2];
+    };
+
+    static __device__ __forceinline__ OfRows read(const Shared& shared, int step, int group, int lane) {
+        OfRows found;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = step * kStepRows + half * 8 + lane % 4 * 2;
+            found.scale[half] = *reinterpret_cast<const float2*>(shared.scale[group] + row);
+            found.weight[half] = kWeighted ? *reinterpret_cast<const float2*>(shared.weight[group] + row) : float2{1.0f, 1.0f};
+        }
+        return found;
+    }
 };
 
 // The output is bfloat16: each sum is rounded once. With a bias, the row's weight times it is added before.
@@ -105,21 +121,21 @@ struct TransposedBf16Epilogue {
         unsigned char* to = staging.rows[group] + (lane / 16 * 8 + lane % 8) * kPitch + thread / 32 * 32 + lane / 8 % 2 * 16;
         staging.wait_for_room(number, group);
         From::share(shared, loaded, group, thread);
-        const float* scales = shared.scale[group] + lane % 4 * 2;
-        const float* weights = shared.weight[group] + lane % 4 * 2;
+        auto next = From::read(shared, 0, group, lane);
 #pragma unroll
         for (int i = 0; i < kMostRows / kStepRows; ++i) {
             if (i * kStepRows >= tile.rows) break;
+            const auto of_rows = next;
+            if (i + 1 < kMostRows / kStepRows) next = From::read(shared, i + 1, group, lane);  // while these are multiplied
             uint32 packed[4];  // each 8 rows x 8 columns
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int row = i * kStepRows + half * 8;
-                const float* from_sums = sums + row / 2;
-                const float2 scale = *reinterpret_cast<const float2*>(scales + row);
+                const float* from_sums = sums + (i * kStepRows + half * 8) / 2;
+                const float2 scale = of_rows.scale[half];
                 float values[4] = {from_sums[0] * (scale.x * low), from_sums[1] * (scale.y * low),
                                    from_sums[2] * (scale.x * high), from_sums[3] * (scale.y * high)};
                 if constexpr (kBiased) {
-                    const float2 weight = *reinterpret_cast<const float2*>(weights + row);
+                    const float2 weight = of_rows.weight[half];
                     values[0] = __fmaf_rn(weight.x, loaded.bias[0], values[0]);
                     values[1] = __fmaf_rn(weight.y, loaded.bias[0], values[1]);
                     values[2] = __fmaf_rn(weight.x, loaded.bias[1], values[2]);
@@ -162,19 +178,18 @@ struct TransposedActivationEpilogue {
         unsigned char* to = staging.rows[group] + lane % 16 * kPitch + thread / 32 * 16;
         staging.wait_for_room(number, group);
         From::share(shared, loaded, group, thread);
-        const float* scales = shared.scale[group] + lane % 4 * 2;
-        const float* weights = shared.weight[group] + lane % 4 * 2;
+        auto next = From::read(shared, 0, group, lane);
 #pragma unroll
         for (int i = 0; i < kMostRows / kStepRows; ++i) {
             if (i * kStepRows >= tile.rows) break;
+            const auto of_rows = next;
+            if (i + 1 < kMostRows / kStepRows) next = From::read(shared, i + 1, group, lane);  // while these are multiplied
             uint32 packed[2];  // each 8 rows x 8 values
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if constexpr (Form::kOneByOne) __syncwarp();  // values of long functions side by side would spill
-                const int row = i * kStepRows + half * 8;
-                const float* from_sums = sums + row / 2;
-                const float2 scale = *reinterpret_cast<const float2*>(scales + row);
-                const float2 weight = *reinterpret_cast<const float2*>(weights + row);
+                const float* from_sums = sums + (i * kStepRows + half * 8) / 2;
+                const float2 scale = of_rows.scale[half], weight = of_rows.weight[half];
                 const float first = form.activate(from_sums[0] * (scale.x * of_gate) + loaded.bias[0],
                                                   from_sums[2] * (scale.x * of_up) + loaded.bias[1]);
                 const float second = form.activate(from_sums[1] * (scale.y * of_gate) + loaded.bias[0],

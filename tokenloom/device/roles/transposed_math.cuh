@@ -37,12 +37,14 @@ struct RowsOfA<Ring, OperandA> {
     }
 };
 
-// Four bits are decoded in registers: some steps while those before are multiplied. Beside the sums of 256 columns there
-// are registers for one step at a time, and for fewer loops: else the compiler lets each product wait (C7512).
+// Four bits are decoded in registers: some steps while those before are multiplied. Beside the sums of 256 columns, and where
+// two blocks share an SM, there are registers for one step at a time, and for 256 columns for fewer loops: else the compiler
+// lets each product wait (C7512).
 template <class Ring>
 struct RowsOfA<Ring, FourBitOperand> {
-    static constexpr bool kManySums = Ring::B::kStageBytes > 160 * kBlock;
-    static constexpr int kUnrolled = 1, kColumnStep = kManySums ? 32 : 16, kSteps = kManySums ? 1 : 2;
+    static constexpr int kMostRows = Ring::B::kStageBytes / Ring::B::kRowBytes;
+    static constexpr bool kManySums = kMostRows > 160, kSharesSm = kMostRows == kFewRows;
+    static constexpr int kUnrolled = 1, kColumnStep = kManySums ? 32 : 16, kSteps = kManySums || kSharesSm ? 1 : 2;
     HeldRows<kSteps> held[2];
     const int group, thread;
 

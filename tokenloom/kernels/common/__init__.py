@@ -24,7 +24,14 @@ from tokenloom.kernels.common.numbers import (
     is_dense,
     short_name,
 )
-from tokenloom.kernels.common.ring import CONTROL_BYTES, MAX_SHARED_BYTES, MOST_STAGES, require_shared, ring
+from tokenloom.kernels.common.ring import (
+    CONTROL_BYTES,
+    MAX_SHARED_BYTES,
+    MOST_STAGES,
+    RESERVED_SHARED_BYTES,
+    require_shared,
+    ring,
+)
 from tokenloom.kernels.common.variant import Variant, spec_of
 
 __all__ = [
@@ -41,6 +48,7 @@ __all__ = [
     "MOST_STAGES",
     "OPENING_FIELDS",
     "PARTS",
+    "RESERVED_SHARED_BYTES",
     "TURNS",
     "UNIT_BYTES",
     "Call",

@@ -7,6 +7,8 @@ from tokenloom.plan import align_up
 
 MAX_SHARED_BYTES = 232448
 """Shared memory that one block of an sm_90 GPU may have."""
+RESERVED_SHARED_BYTES = 1024
+"""What the system takes for each block, beside that."""
 LARGEST_STAGE_BYTES = 7168
 """Largest stage. Four rows of 7 KB in flight per warp fill the links, and larger stages only make the ring shorter."""
 MOST_STAGES = 8

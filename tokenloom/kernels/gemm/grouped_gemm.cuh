@@ -194,8 +194,9 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
 
     // Warpgroups 0 and 1 multiply. Of the last one, warp 0 loads, warp 1 loads beside it or quantises, warps 2 and 3 store.
     constexpr int kThreads = kGroupThreads * (kGroups + 1);
-    constexpr int kMathRegisters = 216, kOtherRegisters = 72;
-    static_assert(kGroups * kMathRegisters + kOtherRegisters <= 504, "what the launch gives three warpgroups");
+    constexpr bool kAlone = Shape::blocks_per_sm == 1;  // on its SM
+    constexpr int kMathRegisters = kAlone ? 216 : 88, kOtherRegisters = kAlone ? 72 : 64;
+    static_assert(kGroups * kMathRegisters + kOtherRegisters <= (kAlone ? 504 : 240), "what the launch gives three warpgroups");
     const int32 block = cluster_rank();
 
     // Rows still arrive when the first of two GEMMs begins, and that one still runs when the second does.
@@ -221,8 +222,8 @@ __device__ void grouped_gemm(const GroupedGemmArgs& args) {
     const int group = __shfl_sync(~0u, threadIdx.x / kGroupThreads, 0);  // the compiler then knows that it is uniform
     if (group == kGroups) {
         keep_registers<kOtherRegisters>();
-        const int warp = threadIdx.x % kGroupThreads / 32, lane = threadIdx.x % 32;
-        if (warp == 0 && lane == 0) {
+        const int warp = __shfl_sync(~0u, threadIdx.x % kGroupThreads / 32, 0), lane = threadIdx.x % 32;
+        if (warp == 0 && is_elected()) {
             const auto gate = gate_of<Shape>(args, epoch);
             if constexpr (Shape::claims != 0)
                 load_tiles(shared.ring, rows, weights,

@@ -12,16 +12,19 @@ import torch
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.jit.kernel import TensorMap, tensor_map
-from tokenloom.kernels.common import MAX_SHARED_BYTES, Deadline, int32_fields, uint64_fields
+from tokenloom.kernels.common import MAX_SHARED_BYTES, RESERVED_SHARED_BYTES, Deadline, int32_fields, uint64_fields
 from tokenloom.plan import FUNCTIONS, align_up
 
 THREADS = 384
 CLUSTER = 2
-GROUPS, BLOCK, LEAST_STEP = 2, 128, 64
+GROUPS, BLOCK, LEAST_STEP = 2, 128, 32
 """kGroups, kBlock and kLeastStep of device/roles/gemm_tile.cuh."""
 TILE_HEIGHTS = {"block": (128,), "row": (128, 160, 256)}
 """By recipe, choices of the most rows of a tile. Any multiple of 32 from 128 to 256 works with "row". These are the
 fastest for some number of rows (microbench/notebook/gemm.md)."""
+FEW_ROWS = 64
+"""The most rows of the lowest tiles of weights in four bits. An SM computes two of them at a time, in two blocks: one
+decodes weights while the other waits. kFewRows of device/roles/gemm_tile.cuh."""
 TILE_COLUMNS = {"block": 256, "row": 128}
 """FixedCut::kColumns and EvenCut::kColumns of device/roles/expert_tiles.cuh."""
 ROW_BOX, WEIGHT_BOX = 32, 128
@@ -156,7 +159,8 @@ class GroupedGemmVariant:
             products are added by the tensor cores over all of K.
         tile_rows: the most rows of a tile, by default the most of ``TILE_HEIGHTS``. With fewer rows, more weights are
             on their way. Two GEMMs in turn have the same.
-        four_bits: weights are ``GroupedGemmArgs.four_bits`` instead of b; with recipe "row".
+        four_bits: weights are ``GroupedGemmArgs.four_bits`` instead of b; with recipe "row". Tiles may then have
+            ``FEW_ROWS``.
     """
 
     num_experts: int
@@ -189,9 +193,9 @@ class GroupedGemmVariant:
         Raises:
             InvalidArgument: offsets of so many experts leave no shared memory for operands.
         """
-        stages = max(
-            (s for s in range(1, MOST_STAGES[self.recipe] + 1) if self._shared_bytes(s) <= MAX_SHARED_BYTES), default=0
-        )
+        per_sm = self.blocks_per_sm
+        room = (MAX_SHARED_BYTES + RESERVED_SHARED_BYTES) // per_sm - RESERVED_SHARED_BYTES
+        stages = max((s for s in range(1, MOST_STAGES[self.recipe] + 1) if self._shared_bytes(s) <= room), default=0)
         if stages < 2:
             raise InvalidArgument(
                 f"{self.num_experts} experts on a rank leave {stages} stages of shared memory for operands, "
@@ -213,6 +217,7 @@ class GroupedGemmVariant:
             "row_scales": int(self.recipe == "row"),
             "tile_rows": self._most_rows,
             "four_bits": int(self.four_bits),
+            "blocks_per_sm": per_sm,
             "weights_once": int(
                 in_turn and not self.four_bits and self.num_experts * self.n * self.k <= MOST_BYTES_ONCE
             ),
@@ -225,12 +230,13 @@ class GroupedGemmVariant:
             THREADS,
             cluster=CLUSTER,
             shared_bytes=self._shared_bytes(stages),
+            blocks_per_sm=per_sm,
         )
 
     @property
-    def _weight_bytes(self) -> int:
-        values = self.num_experts * self.n * self.k
-        return values // BLOCK**2 * FOUR_BIT_BLOCK if self.four_bits else values
+    def blocks_per_sm(self) -> int:
+        """Blocks that an SM runs at the same time."""
+        return 2 if self.four_bits and self._most_rows == FEW_ROWS else 1
 
     @property
     def _most_rows(self) -> int:
@@ -302,9 +308,14 @@ def average_rows(tile_rows: int) -> float:
     return (math.sqrt(tile_rows + (deviations / 2) ** 2) - deviations / 2) ** 2
 
 
-def tile_rows_for(rows: float, recipe: str) -> int:
+def tile_heights(recipe: str, four_bits: bool) -> tuple[int, ...]:
+    """Return choices of the most rows of a tile, the lowest first."""
+    return (FEW_ROWS, *TILE_HEIGHTS[recipe]) if four_bits else TILE_HEIGHTS[recipe]
+
+
+def tile_rows_for(rows: float, recipe: str, four_bits: bool) -> int:
     """Choose the most rows of a tile, for experts of so many rows on average."""
-    *lower, most = TILE_HEIGHTS[recipe]
+    *lower, most = tile_heights(recipe, four_bits)
     return next((height for height in lower if rows <= average_rows(height)), most)
 
 

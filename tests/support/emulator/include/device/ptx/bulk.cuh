@@ -2,6 +2,8 @@
 #pragma once
 #include "device/ptx/types.cuh"
 
+inline bool is_elected() { return threadIdx.x % 32 == 0; }
+
 // Shared memory lies at addresses of 32 bits (emulator.cpp).
 inline uint32 shared_address(const void* pointer) {
     return static_cast<uint32>(reinterpret_cast<uintptr_t>(pointer));
