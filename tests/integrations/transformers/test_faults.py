@@ -24,6 +24,7 @@ from tokenloom.runtime.processes import RankContext, RankPool
         ({"max_tokens_per_rank": 0}, "max_tokens_per_rank is 0, expected a positive integer"),
         ({"max_tokens_per_rank": True}, "max_tokens_per_rank is True"),
         ({"experts": "fp8"}, "experts is 'fp8' without max_tokens_per_rank"),
+        ({"experts": "four_bits"}, "experts is 'four_bits' without max_tokens_per_rank"),
         ({"pool_rows": 8}, "pool_rows is given without max_tokens_per_rank"),
     ],
 )

@@ -292,10 +292,10 @@ def stored_experts(expert_dtype: str, experts: slice) -> Any:
     return made
 
 
-def run_stored(context: RankContext, expert_dtype: str) -> torch.Tensor:
+def run_stored(context: RankContext, expert_dtype: str, kept: str) -> torch.Tensor:
     count = models.EXPERTS // context.num_ranks
     local = slice(context.rank * count, (context.rank + 1) * count)
-    options = {"experts": "fp8", "max_tokens_per_rank": 16}
+    options = {"experts": kept, "max_tokens_per_rank": 16}
     own = stored_experts(expert_dtype, local).to(context.device)
     implementation = spread(context, own, options)
     hidden, ids, weights = models.rows_for_experts(context, 1, WIDTH)
@@ -305,7 +305,10 @@ def run_stored(context: RankContext, expert_dtype: str) -> torch.Tensor:
         want = wide(hidden.bfloat16(), ids, weights)
     assert 0 < (found - want).float().norm() < TOLERANCE * want.float().norm()
     of_form = {"fp4": "from MXFP4", "fp8": "from FP8"}[expert_dtype]
-    assert implementation.runs == f"tokenloom's experts in FP8 (gated silu, limit 10, {of_form})"
+    of_kept = {"fp8": "FP8", "four_bits": "four bits"}[kept]
+    assert implementation.runs == f"tokenloom's experts in {of_kept} (gated silu, limit 10, {of_form})"
+    (layer,) = implementation.shared.fused.made.values()
+    assert f"weights in {of_kept}: " in layer.describe()
     return found.cpu()
 
 
@@ -320,11 +323,12 @@ def make_wide(experts: torch.nn.Module) -> torch.nn.Module:
 
 
 def test_stored_experts(pool: RankPool) -> None:
-    """Four bits, and FP8 with the same values, give the same bits."""
+    """Four bits, and FP8 with the same values, give the same bits. So they do where they stay in four bits."""
     if pool.device == "cuda" and not HOPPER:
         pytest.skip("the kernels need Hopper GPUs")
-    of_four_bits, of_fp8 = (pool.run(run_stored, expert_dtype) for expert_dtype in ("fp4", "fp8"))
-    assert all(map(torch.equal, of_four_bits, of_fp8))
+    for kept in ("fp8", "four_bits"):
+        of_four_bits, of_fp8 = (pool.run(run_stored, expert_dtype, kept) for expert_dtype in ("fp4", "fp8"))
+        assert all(map(torch.equal, of_four_bits, of_fp8))
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ STORED_NAMES = {name: [f"{name}_blocks", f"{name}_scales"] for name in PROJECTIO
 def keep_four_bits(config: Any) -> Any:
     """Copy a configuration, so that a model loaded with it keeps MXFP4 experts packed.
 
-    Its experts must run on an implementation that was registered with ``experts="fp8"``. A layer encodes them as FP8
-    at its first call, by ``MegaMoE.load_weights(four_bits=MXFP4)``. Without this, transformers makes bfloat16 weights
-    of them, and the layer rounds those.
+    Its experts must run on an implementation that was registered with ``experts="fp8"`` or ``"four_bits"``. A layer
+    takes them at its first call, by ``MegaMoE.load_weights(four_bits=MXFP4)``. Without this, transformers makes
+    bfloat16 weights of them, and the layer rounds those or refuses them.
 
     Args:
         config: of a gpt_oss model with an MXFP4 checkpoint, from ``AutoConfig.from_pretrained``.
@@ -72,12 +72,12 @@ class PackedExperts(HfQuantizer):
         distributed = getattr(model.config, "distributed_config", None)
         name = distributed.ep_implementation if distributed is not None and distributed.ep_size > 1 else None
         found = EPImplementationInterface().get(name)
-        ours = isinstance(found, type) and issubclass(found, TokenloomExperts) and found.options.experts == "fp8"
+        ours = isinstance(found, type) and issubclass(found, TokenloomExperts) and found.options.fused
         if not ours:
             raise InvalidArgument(
                 f"ep_implementation is {name!r}, which cannot compute packed experts; pass "
                 "DistributedConfig(ep_size=, ep_implementation=) with one that register(..., experts='fp8') made, or "
-                "leave out keep_four_bits"
+                "experts='four_bits', or leave out keep_four_bits"
             )
         for module in model.modules():
             if type(module).__name__ == EXPERTS:

@@ -1,4 +1,4 @@
-"""Experts in FP8, for inference: one MegaMoE for all layers of a shape, with each layer's weights in turn."""
+"""Experts in FP8 or four bits, for inference: a MegaMoE for all layers of a shape, with each one's weights in turn."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class FusedLayers:
     """
 
     def __init__(self, group: ProcessGroup, options: ExpertsOptions) -> None:
-        self._group, self._options = group, options
+        self._group, self.options = group, options
         self.made: dict[Sizes, MegaMoE] = {}
 
     def layer(self, sizes: Sizes, device: torch.device) -> MegaMoE:
         """Find the MegaMoE of a shape, or make it: then all ranks do."""
         if sizes not in self.made:
             num_experts, hidden, intermediate, top_k, activation = sizes
-            options = self._options
+            options = self.options
             backend = "nvlink" if device.type == "cuda" else "composed"
             assert options.max_tokens_per_rank is not None
             self.made[sizes] = MegaMoE(
@@ -71,6 +71,7 @@ class FusedLayers:
                 activation=activation,
                 backend=backend if options.backend == "auto" else options.backend,
                 device=device,
+                recipe="row" if options.experts == "four_bits" else "block",
                 timeout_s=options.timeout_s,
                 open_timeout_s=options.open_timeout_s,
                 transport=options.transport,
@@ -80,7 +81,7 @@ class FusedLayers:
 
 
 class FusedExperts:
-    """One layer's experts in FP8: quantised, or encoded from what a checkpoint has, at the first call.
+    """One layer's experts: quantised, or taken from what a checkpoint has, at the first call.
 
     Args:
         layers: what it shares with others.
@@ -122,6 +123,7 @@ class FusedExperts:
                 w2_bias=w2_bias,
                 weight_layout=form.layout,
                 four_bits=form.four_bits,
+                keep="four_bits" if self._layers.options.experts == "four_bits" else "fp8",
             )
             self._weights, self._biases = layer.weights, layer.biases
         w1_bias, w2_bias = self._biases  # used in place, so that the layer does not load other weights over them

@@ -57,7 +57,7 @@ class TokenloomExperts(EPImplementation):
         tp_mesh: one dimension: the ranks that hold the same tokens.
 
     Raises:
-        InvalidArgument: a mesh has several dimensions, or experts that should run in FP8 cannot.
+        InvalidArgument: a mesh has several dimensions, or experts that should run in ``MegaMoE`` cannot.
     """
 
     options: ClassVar[ExpertsOptions] = ExpertsOptions()
@@ -73,7 +73,7 @@ class TokenloomExperts(EPImplementation):
         self.shared = shared_of(ep_mesh, self.options)
         self.num_experts = self.num_local_experts * ep_mesh.size()
         self.fused: FusedExperts | None = None
-        if self.options.experts == "fp8":
+        if self.options.fused:
             form = require_fused(self.form, experts, self.family)
             self.fused = FusedExperts(self.shared.fused, form, self.num_experts)
         setattr(experts, ATTRIBUTE, self)
@@ -93,7 +93,7 @@ class TokenloomExperts(EPImplementation):
             [T, H], dtype of ``hidden_states``.
 
         Raises:
-            NotDifferentiable: experts in FP8, where a gradient would be wanted.
+            NotDifferentiable: experts in FP8 or four bits, where a gradient would be wanted.
             TokenloomError: as in ``Communicator.dispatch``.
         """
         share = Share(self.tp_mesh.get_group(), len(hidden_states)) if self.tp_mesh.size() > 1 else None
@@ -182,7 +182,7 @@ class TokenloomExperts(EPImplementation):
         if self.options.experts == "model":
             return "as registered"
         try:
-            return form_of(self.experts, self.family, with_scales=self.options.experts == "fp8")
+            return form_of(self.experts, self.family, with_scales=self.options.fused)
         except NotOurs as why:
             return str(why)
 
@@ -190,5 +190,6 @@ class TokenloomExperts(EPImplementation):
     def runs(self) -> str:
         """Whose experts run, for people."""
         if isinstance(self.form, Form):
-            return f"tokenloom's experts{' in FP8' * (self.fused is not None)} ({self.form})"
+            kept = {"fp8": " in FP8", "four_bits": " in four bits"}.get(self.options.experts, "")
+            return f"tokenloom's experts{kept} ({self.form})"
         return f"the model's own experts ({self.form})"

@@ -8,7 +8,7 @@ from typing import Any
 from tokenloom.backends.registry import MAX_SMS
 from tokenloom.errors import InvalidArgument
 
-EXPERTS = ("auto", "model", "fp8")
+EXPERTS = ("auto", "model", "fp8", "four_bits")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,13 @@ class ExpertsOptions:
                 raise InvalidArgument(f"{name} is {value!r}, expected a positive integer, or None")
         if self.pool_rows is not None and self.max_tokens_per_rank is None:
             raise InvalidArgument("pool_rows is given without max_tokens_per_rank; ranks then wait for no counts")
-        if self.experts == "fp8" and self.max_tokens_per_rank is None:
-            raise InvalidArgument("experts is 'fp8' without max_tokens_per_rank; fused layers do not grow")
+        if self.fused and self.max_tokens_per_rank is None:
+            raise InvalidArgument(f"experts is {self.experts!r} without max_tokens_per_rank; fused layers do not grow")
+
+    @property
+    def fused(self) -> bool:
+        """Whether experts run in ``MegaMoE``."""
+        return self.experts in ("fp8", "four_bits")
 
     def of_communicators(self) -> dict[str, Any]:
         """Give the arguments of every Communicator."""

@@ -14,7 +14,7 @@ from tokenloom.integrations.transformers.options import ExpertsOptions
 def register(
     name: str = "tokenloom",
     *,
-    experts: Literal["auto", "model", "fp8"] = "auto",
+    experts: Literal["auto", "model", "fp8", "four_bits"] = "auto",
     max_tokens_per_rank: int | None = None,
     pool_rows: int | None = None,
     overlap: bool = True,
@@ -37,15 +37,16 @@ def register(
             elsewhere. "model" always runs the model's own. "fp8" runs ``MegaMoE``, for inference: weights are
             quantised at a layer's first call and kept beside the model's; those that are FP8 or four-bit already are
             taken as they are. It needs ``max_tokens_per_rank``, and gated experts whose sizes are multiples of 16;
-            other models are refused.
+            other models are refused. "four_bits" is the same with ``MegaMoE(recipe="row")``, and keeps MXFP4 weights
+            in four bits; those of other checkpoints are refused at the first call.
         max_tokens_per_rank: the most tokens of one call on one rank, where it is known. None: communicators grow with
             the batches.
         pool_rows: for tokenloom's experts, as in ``ExpertParallelMoE``: there is room for so many rows, and the host
             waits for nothing. It needs ``max_tokens_per_rank``, and more tokens are an error then.
         overlap: for tokenloom's experts, as in ``ExpertParallelMoE``.
         redispatch_in_backward: for tokenloom's experts, as in ``ExpertParallelMoE``.
-        backend: as in ``Communicator``; with "fp8" as in ``MegaMoE``, and "auto" is "nvlink" on GPUs, "composed"
-            elsewhere.
+        backend: as in ``Communicator``; with "fp8" and "four_bits" as in ``MegaMoE``, and "auto" is "nvlink" on GPUs,
+            "composed" elsewhere.
         timeout_s: as in ``Communicator``.
         open_timeout_s: as in ``Communicator``.
         num_sms: as in ``Communicator``.
