@@ -291,6 +291,35 @@ def fake_replay(context: RankContext, graph: Any, calls: int) -> float:
     return 7.0
 
 
+@pytest.mark.parametrize("watches", [False, True])
+def test_a_steady_sample_is_watched_in_its_middle(monkeypatch: pytest.MonkeyPatch, watches: bool) -> None:
+    """Behind the replays that warm up and half of those that count, while the GPU has the rest to do."""
+    done: list[str] = []
+
+    class Event:
+        made = 0
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            self.name = ("start", "middle", "end")[Event.made]
+            Event.made += 1
+
+        def record(self) -> None:
+            done.append(self.name)
+
+        def synchronize(self) -> None:
+            done.append(f"wait for {self.name}")
+
+        def elapsed_time(self, end: Any) -> float:
+            return 0.008
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    graph: Any = mock.Mock(replay=lambda: done.append("replay"))
+    assert clock.replays_us(graph, 1, 4, (lambda: done.append("watch")) if watches else None) == 2.0
+    twice = ["replay", "replay"]
+    between, watched = (["middle"], ["wait for middle", "watch"]) if watches else ([], [])
+    assert done == ["replay", "start", *twice, *between, *twice, "end", *watched, "wait for end"]
+
+
 def measure_with_stand_ins(context: RankContext, against: Sequence[str]) -> list[MegaFound]:
     patches = [
         mock.patch.object(mega, "MegaMoE", FakeMega),

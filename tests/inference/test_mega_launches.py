@@ -365,6 +365,20 @@ def test_graphs_keep_the_times_that_they_write(launches: Launches) -> None:
     assert launches["sum_routes"].trace == second.sum.data_ptr()
 
 
+@pytest.mark.parametrize("keep", ["fp8", "four_bits"])
+def test_times_have_room_for_every_block(launches: Launches, keep: Any) -> None:
+    """Where two share an SM too: what a block writes behind the end is somebody else's memory."""
+    layer = make_layer(recipe="row")
+    w1, _, w2, _ = new_weights()
+    layer.load_weights(w1, w2, torch.ones(LOCAL, 2 * INTERMEDIATE), torch.ones(LOCAL, HIDDEN), keep=keep)
+    times = layer.trace()
+    for num_tokens in (5, 600):
+        call(layer, num_tokens)
+        for name, room in (("gemm1", times.gemm1), ("gemm2", times.gemm2)):
+            assert launches[name].trace == room.data_ptr()
+            assert launches[name].blocks <= len(room), (name, num_tokens)
+
+
 def test_places_of_tiles() -> None:
     """Tiles of rows of any experts have places of their own, as device/roles/gate.cuh gives them."""
     counts = [0, 1, 128, 129, 300, 0, 127, 1]

@@ -80,15 +80,24 @@ def one_replay(context: RankContext, graph: torch.cuda.CUDAGraph, calls: int = G
     return start.elapsed_time(end) * 1e3 / calls
 
 
-def replays_us(graph: torch.cuda.CUDAGraph, warm: int, timed: int) -> float:
-    """Microseconds of one of the timed replays, which follow those that warm up, all without a pause."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def replays_us(graph: torch.cuda.CUDAGraph, warm: int, timed: int, midway: Callable[[], Any] | None = None) -> float:
+    """Microseconds of one of the timed replays, which follow those that warm up, all without a pause.
+
+    Args:
+        midway: function to call while the GPU is in the middle of the timed replays, or None.
+    """
+    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     for _ in range(warm):
         graph.replay()
     start.record()
-    for _ in range(timed):
+    for number in range(timed):
+        if midway is not None and number == timed // 2:
+            middle.record()
         graph.replay()
     end.record()
+    if midway is not None:
+        middle.synchronize()
+        midway()
     end.synchronize()
     return start.elapsed_time(end) * 1e3 / timed
 
@@ -129,12 +138,23 @@ class Clock:
         self.cool()
         return one_replay(self.context, graph, self.calls)
 
-    def steady_us(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Microseconds of one of the calls in a graph, in replays that follow each other without a pause."""
+    def steady_us(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        warm_s: float = STEADY_WARM_S,
+        timed_s: float = STEADY_S,
+        midway: Callable[[], Any] | None = None,
+    ) -> float:
+        """Microseconds of one of the calls in a graph, in replays that follow each other without a pause.
+
+        Args:
+            warm_s, timed_s: seconds of the replays before the sample, and of those in it.
+            midway: as in :func:`replays_us`.
+        """
         one_us = torch.tensor(self.replay_us(graph) * self.calls, dtype=torch.float64, device=self.context.device)
         dist.all_reduce(one_us, op=dist.ReduceOp.MAX, group=self.context.group)  # as many replays on all ranks
-        warm, timed = (int(seconds * 1e6 / float(one_us)) + 1 for seconds in (STEADY_WARM_S, STEADY_S))
-        return replays_us(graph, warm, timed) / self.calls
+        warm, timed = (int(seconds * 1e6 / float(one_us)) + 1 for seconds in (warm_s, timed_s))
+        return replays_us(graph, warm, timed, midway) / self.calls
 
     def call_us(self, call: Callable[[], Any]) -> float:
         """Microseconds of an eager call."""

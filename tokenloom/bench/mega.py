@@ -68,13 +68,17 @@ def make_mega(
 
 
 class OtherMega:
-    """Another MegaMoE than the one that is measured first; like :class:`DeepGemm`."""
+    """Another MegaMoE than the one that is measured first; like :class:`DeepGemm`. By default it is of the same form.
+
+    Attributes:
+        mega: the layer, with weights.
+    """
 
     about: ClassVar[str]
     input: ClassVar[str] = INPUT
     most_difference: ClassVar[float]
     buffer_bytes: ClassVar[int] = 0
-    options: ClassVar[dict[str, str]]
+    options: ClassVar[dict[str, str]] = {}
 
     @staticmethod
     def load(shape: MegaShape) -> str | None:
@@ -84,23 +88,23 @@ class OtherMega:
     def __init__(
         self, group: dist.ProcessGroup, shape: MegaShape, max_tokens: int, l1_weights: Weights, l2_weights: Weights
     ) -> None:
-        self._mega = make_mega(group, shape, max_tokens, l1_weights[0].device, **self.options)
+        self.mega = make_mega(group, shape, max_tokens, l1_weights[0].device, **self.options)
         self._take_weights(l1_weights, l2_weights)
 
     def prepared_call(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
     ) -> Callable[[], Any]:
         """Return the layer on these inputs."""
-        return lambda: self._mega(x, topk_ids, topk_weights, out=out)
+        return lambda: self.mega(x, topk_ids, topk_weights, out=out)
 
     def _take_weights(self, l1_weights: Weights, l2_weights: Weights) -> None:
         w1, w1_scales = l1_weights
-        self._mega.use_weights(interleave_gate_and_up(w1), w1_scales, *l2_weights)
+        self.mega.use_weights(interleave_gate_and_up(w1), w1_scales, *l2_weights)
 
     def close(self) -> None:
         """Raise what its calls have left behind, and release its buffers."""
-        self._mega.check()
-        self._mega.close()
+        self.mega.check()
+        self.mega.close()
 
 
 class Composed(OtherMega):
@@ -122,7 +126,7 @@ class ByRow(OtherMega):
     options: ClassVar[dict[str, str]] = {"recipe": "row"}
 
     def _take_weights(self, l1_weights: Weights, l2_weights: Weights) -> None:
-        self._mega.load_weights(l1_weights[0], l2_weights[0], l1_weights[1], l2_weights[1], round_again=True)
+        self.mega.load_weights(l1_weights[0], l2_weights[0], l1_weights[1], l2_weights[1], round_again=True)
 
 
 class FourBits(OtherMega):
@@ -137,7 +141,7 @@ class FourBits(OtherMega):
 
     def _take_weights(self, l1_weights: Weights, l2_weights: Weights) -> None:
         (w1, w1_scales), (w2, w2_scales) = (_in_four_bits(*weights) for weights in (l1_weights, l2_weights))
-        self._mega.load_weights(w1, w2, w1_scales, w2_scales, keep="four_bits")
+        self.mega.load_weights(w1, w2, w1_scales, w2_scales, keep="four_bits")
 
 
 def _in_four_bits(w: torch.Tensor, w_scales: torch.Tensor) -> Weights:
@@ -337,7 +341,7 @@ def _measure(
     for name, each in layers.items():
         if name != OURS:
             measured[name] = replace(measured[name], difference=calc_diff(ours.output(clock), each.output(clock)))
-    times = _traced_call(clock, mega, call) if traced else None
+    times = traced_call(clock, mega, call) if traced else None
     mega.check()
     return MegaFound(measured, times, taken_gb)
 
@@ -371,7 +375,8 @@ def _of_other(
     return MegaLayer(call, out, *try_capture(clock, call, out)), taken
 
 
-def _traced_call(clock: Clock, mega: MegaMoE, call: Callable[[], Any]) -> MegaTimes:
+def traced_call(clock: Clock, mega: MegaMoE, call: Callable[[], Any]) -> MegaTimes:
+    """Trace one call by itself, in a graph: times on the CPU. Later calls of the layer are traced too. Collective."""
     times = mega.trace()
     clocks.warm_up(call)
     graph = clocks.capture(call, calls=1)

@@ -20,7 +20,7 @@ class MegaTimes:
         send: int64 [blocks, marks], when each block of the kernel that sends rows has passed each of
             ``tokenloom.kernels.common.MARKS``.
         gemm1, gemm2: int64 [blocks, role, tile, 2], when each role of each block works on each of its tiles. Roles are
-            ``tokenloom.kernels.gemm.launch.TRACE_ROLES``.
+            ``tokenloom.kernels.gemm.launch.TRACE_ROLES``. There is room for two blocks on an SM; most calls have one.
         barrier: int64 [1, marks], when the block that meets all ranks has begun, told ("sent") and heard them.
         sum: int64 [blocks, 2], when each block adds rows.
     """

@@ -25,6 +25,8 @@ fastest for some number of rows (microbench/notebook/gemm.md)."""
 FEW_ROWS = 64
 """The most rows of the lowest tiles of weights in four bits. An SM computes two of them at a time, in two blocks: one
 decodes weights while the other waits. kFewRows of device/roles/gemm_tile.cuh."""
+MOST_BLOCKS_PER_SM = 2
+"""Of any variant."""
 TILE_COLUMNS = {"block": 256, "row": 128}
 """FixedCut::kColumns and EvenCut::kColumns of device/roles/expert_tiles.cuh."""
 ROW_BOX, WEIGHT_BOX = 32, 128
@@ -236,7 +238,7 @@ class GroupedGemmVariant:
     @property
     def blocks_per_sm(self) -> int:
         """Blocks that an SM runs at the same time."""
-        return 2 if self.four_bits and self._most_rows == FEW_ROWS else 1
+        return MOST_BLOCKS_PER_SM if self.four_bits and self._most_rows == FEW_ROWS else 1
 
     @property
     def _most_rows(self) -> int:
@@ -324,11 +326,12 @@ def warps_that_store(columns: int, recipe: str) -> int:
     return STORE_WARPS * CLUSTER * -(-columns // (CLUSTER * TILE_COLUMNS[recipe]))
 
 
-def trace_times(blocks: int, device: torch.device) -> torch.Tensor:
-    """Make the int64 tensor [blocks, role, tile, 2] of zeros that a traced variant fills.
+def trace_times(num_sms: int, device: torch.device) -> torch.Tensor:
+    """Make the int64 tensor [blocks, role, tile, 2] of zeros that any traced variant fills on so many SMs.
 
     It holds nanoseconds of each beginning and each end, roles as in :data:`TRACE_ROLES`.
     """
+    blocks = MOST_BLOCKS_PER_SM * num_sms
     return torch.zeros(blocks, len(TRACE_ROLES), TRACED_TILES, 2, dtype=torch.int64, device=device)
 
 
