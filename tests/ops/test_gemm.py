@@ -159,18 +159,31 @@ def test_activations_by_row_are_rounded_to_bfloat16(device: str) -> None:
         assert torch.equal(scales[begin:end], want[1])
 
 
-def test_packed_weights(device: str) -> None:
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("slots", [False, True], ids=["offsets", "slots"])
+def test_packed_weights(device: str, slots: bool, biased: bool) -> None:
     """The same bits as of the FP8 weights that were packed, in both products."""
-    counts, width, k = [37, 0, 140], 256, 384
+    counts, places, width, k = [37, 0, 140], 150, 256, 384
     generator = torch.Generator().manual_seed(0)
-    a, a_scales, _, _, offsets = operands(counts, 2 * width, k, device, recipe="row")
+    a, a_scales, _, _, offsets = operands([places] * 3 if slots else counts, 2 * width, k, device, recipe="row")
     packed = torch.randint(0, 256, (len(counts), 2 * width, k // 2), generator=generator).to(torch.uint8)
     exponents = torch.randint(115, 126, (len(counts), 2 * width, k // 32), generator=generator).to(torch.uint8)
     w, scales, _ = quant.weights_for("row", packed.to(device), exponents.to(device), four_bits=quant.MXFP4)
+    given = {"expert_offsets": offsets}
+    if slots:
+        a, a_scales = a.view(3, places, k), a_scales.view(3, places)
+        given = {"expert_counts": torch.tensor(counts, dtype=torch.int32, device=device)}
+    if biased:
+        given["row_weights"] = torch.rand(a_scales.shape, generator=generator).to(device)
+        given["bias"] = torch.randn(len(counts), 2 * width, generator=generator).to(device)
     for multiply in (grouped_gemm_fp8, grouped_swiglu_fp8):
-        found = [multiply(a, a_scales, each, scales, offsets, recipe="row") for each in (w, quant.pack_weights(w))]
+        found = [multiply(a, a_scales, each, scales, recipe="row", **given) for each in (w, quant.pack_weights(w))]
         for one, other in zip(*(each if isinstance(each, tuple) else (each,) for each in found), strict=True):
-            assert torch.equal(one.float(), other.float())
+            for e, count in enumerate(counts if slots else [len(a)]):
+                rows = slice(0, count) if slots else slice(None)
+                bits = [(each[e] if slots else each)[rows].float() for each in (one, other)]
+                assert torch.equal(*bits), (multiply.__name__, e)
+                assert bits[0].isfinite().all()
 
 
 def test_packed_weights_are_of_recipe_row() -> None:
