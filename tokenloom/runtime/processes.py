@@ -29,6 +29,9 @@ from tokenloom.errors import PeerError, PeerTimeout, TokenloomError
 CPU_RANKS = 4
 GRACE_S = 5.0
 """Time that the other ranks have to report once one has failed, before they are ended."""
+EXIT_S = 20.0
+"""Time from the end of a process's pipe to that of the process, which frees its memory between them. On a machine with
+more processes than cores a second was too short for its exit code."""
 
 
 class RankFailed(TokenloomError, RuntimeError):
@@ -187,7 +190,7 @@ class RankPool:
         try:
             return self._pipes[rank].recv()
         except (EOFError, ConnectionError):
-            self._processes[rank].join(1.0)
+            self._processes[rank].join(EXIT_S)
             return "failure", (False, f"the process ended with exit code {self._processes[rank].exitcode}", "")
 
     def _stacks(self) -> str:
