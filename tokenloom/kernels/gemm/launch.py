@@ -20,7 +20,7 @@ CLUSTER = 2
 GROUPS, BLOCK, LEAST_STEP = 2, 128, 32
 """kGroups, kBlock and kLeastStep of device/roles/gemm_tile.cuh."""
 TILE_HEIGHTS = {"block": (128,), "row": (128, 160, 256)}
-"""By recipe, choices of the most rows of a tile. Any multiple of 32 from 128 to 256 works with "row". These are the
+"""By recipe, choices of the most rows of a tile. Any multiple of 32 from 64 to 256 works with "row". These are the
 fastest for some number of rows (microbench/notebook/gemm.md)."""
 FEW_ROWS = 64
 """The most rows of the lowest tiles of weights in four bits. An SM computes two of them at a time, in two blocks: one
