@@ -12,7 +12,6 @@ from tokenloom.kernels.common import (
     DTYPES,
     MAX_BLOCKS,
     MAX_SHARED_BYTES,
-    UNIT_BYTES,
     Call,
     FieldsAtOnce,
     describe,
@@ -30,8 +29,8 @@ MOST_STAGES = 4
 """Rows of such a warp between load and store. More are no faster."""
 ROW_BESIDE_BYTES = 16 + 8
 """Shared memory of such a row beside its bytes: RowToSend, and its barrier."""
-RING_UNIT = 128
-"""Alignment of a warp's ring."""
+LINE_BYTES = 128
+"""Alignment of a token, and of a warp's ring of them."""
 PROGRESS_BYTES = 4 * (3 + 16)
 """Of a warp, in Progress of device/sync/progress.cuh: three numbers, and kRecent items."""
 KEEPING_WARPS = 12
@@ -102,9 +101,12 @@ def block_count_words(plan: Plan, most_blocks: int) -> int:
 
 
 def packed_bytes(hidden: int, recipe: str) -> int:
-    """Bytes of a token as it is sent: values in E4M3, then scales, as bulk copies move them."""
+    """Bytes of a token as it is sent: values in E4M3, then scales.
+
+    Whole lines, so that tokens begin with a line wherever they are: a bulk copy need not shift them.
+    """
     scales = 1 if recipe == "row" else hidden // FP8_BLOCK
-    return align_up(hidden + scales * 4, UNIT_BYTES)
+    return align_up(hidden + scales * 4, LINE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -226,11 +228,11 @@ class SendRoutesVariant:
         else:
             other += PROGRESS_BYTES * LOADING_WARPS
             stage, room = row + ROW_BESIDE_BYTES, MAX_SHARED_BYTES - other
-            warps = min(LOADING_WARPS, room // (2 * (stage + RING_UNIT)))
-            require_shared(other + max(warps, 1) * 2 * (stage + RING_UNIT))
-            stages = min(MOST_STAGES, (room // warps - RING_UNIT) // stage)
+            warps = min(LOADING_WARPS, room // (2 * (stage + LINE_BYTES)))
+            require_shared(other + max(warps, 1) * 2 * (stage + LINE_BYTES))
+            stages = min(MOST_STAGES, (room // warps - LINE_BYTES) // stage)
             shape |= {"kept_tokens": 0, "send_warps": warps, "stages": stages}
-            shared_bytes = other + warps * (stages * stage + RING_UNIT)
+            shared_bytes = other + warps * (stages * stage + LINE_BYTES)
         path = "kernels/moe/send_routes.cuh"
         return KernelSpec(
             "send_routes",

@@ -128,14 +128,15 @@ __device__ void send_kept_rows(const SendRoutesArgs& args, SendRoutesShared<Shap
     }
 }
 
-// A sending warp that loads its rows. It waits until each is where it goes, which keeps those in order that other warps
-// send; meanwhile the next ones are loaded.
+// A sending warp that loads its rows. Two are on their way to where they go, and others on their way here. It sends no more
+// of them ahead, which keeps rows in order that other warps send.
 template <class Shape>
 __device__ void send_loaded_rows(const SendRoutesArgs& args, SendRoutesShared<Shape>& shared, Chunk chunk, int warp,
                                  int lane) {
     constexpr uint32 kStages = Shape::stages;
     constexpr int32 kTerms = Shape::top_k + Shape::shared_experts;
     auto& progress = shared.outbox.progress;
+    static_assert(kStages >= 2, "a row is loaded when the one before has left");
     static_assert(kStages + 2 < Progress<Shape::send_warps>::kRecent, "rows begun and not yet notified");
     auto& ring = shared.outbox.ring[warp];
     RowSource<Shape> source(args, shared, chunk, warp, lane);
@@ -155,13 +156,19 @@ __device__ void send_loaded_rows(const SendRoutesArgs& args, SendRoutesShared<Sh
     };
     fence_global_to_bulk();  // to tokens that other kernels have packed, and to where other ranks have said there is room
     for (uint32 i = 0; i < kStages; ++i) load();
-    for (uint32 sent = 0; sent != loads;) {
+    uint32 sent = 0;
+    for (; sent != loads; ++sent) {
         const uint32 stage = sent % kStages;
         mbarrier_wait(&ring.loaded[stage], sent / kStages & 1);
         send_row<Shape>(args, shared, ring.what[stage], ring.row[stage], lane);
-        if (lane == 0) bulk_wait_written<0>();
-        progress.report(warp, ++sent, lane);
+        if (sent == 0) continue;
+        if (lane == 0) bulk_wait_written<1>();
+        progress.report(warp, sent, lane);  // all but this one
         load();
+    }
+    if (sent != 0) {
+        if (lane == 0) bulk_wait_written<0>();
+        progress.report(warp, sent, lane);
     }
     progress.close(warp, lane);
 }
