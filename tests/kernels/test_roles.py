@@ -21,7 +21,6 @@ def test_numbers_are_the_same_on_both_sides() -> None:
         "kGroups": launch.GROUPS,
         "kBlock": launch.BLOCK,
         "kLeastStep": launch.LEAST_STEP,
-        "kFewRows": launch.FEW_ROWS,
         "kScaleBlocks": launch.SCALE_BLOCKS,
         "kRowBox": launch.ROW_BOX,
         "kWeightBox": launch.WEIGHT_BOX,

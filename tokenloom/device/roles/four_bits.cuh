@@ -50,21 +50,12 @@ struct FourBitRows {
         codes[1] = from[32];
         scales = *reinterpret_cast<const uint2*>(stage + kFourBitCodes + warp * 64 + lane / 4 * 8);
     }
-};
 
-// Operand A of some steps.
-template <int kSteps>
-struct HeldRows {
-    uint32 step[kSteps][4];
-
-    // first: their number in the block.
-    __device__ __forceinline__ void decode(const FourBitRows& rows, int first) {
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-            const int number = first + i, in_half = number % 2;
-            const Vec16& words = rows.codes[number / 2];
-            decode_four_bits(words.word[2 * in_half], rows.scales.x, number, step[i][0], step[i][2]);
-            decode_four_bits(words.word[2 * in_half + 1], rows.scales.y, number, step[i][1], step[i][3]);
-        }
+    // Operand A of a step.
+    __device__ __forceinline__ void decode(int step, uint32 (&operand)[4]) const {
+        const Vec16& words = codes[step / 2];
+        const int first = step % 2 * 2;
+        decode_four_bits(words.word[first], scales.x, step, operand[0], operand[2]);
+        decode_four_bits(words.word[first + 1], scales.y, step, operand[1], operand[3]);
     }
 };

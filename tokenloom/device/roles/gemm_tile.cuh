@@ -29,7 +29,6 @@ constexpr int kBlock = 128;  // values of K of a stage, that share a row's scale
 constexpr int kHalves = 2;   // of operand B; with block scales they are multiplied one after the other
 constexpr int kRowsOfB = kHalves * kBlock;  // with row scales there may be fewer
 constexpr int kLeastStep = 32;  // rows from the beginning of a tile to that of the next
-constexpr int kFewRows = 64;    // the most of a tile of four bits of which an SM has two at a time
 constexpr int kGroupThreads = 128, kGroupWarps = kGroupThreads / 32;
 constexpr int kScaleBlocks = 8;  // blocks of K whose scales are loaded together
 

@@ -37,15 +37,15 @@ struct RowsOfA<Ring, OperandA> {
     }
 };
 
-// Four bits are decoded in registers: some steps while those before are multiplied. Beside the sums of 256 columns, and where
-// two blocks share an SM, there are registers for one step at a time, and for 256 columns for fewer loops: else the compiler
-// lets each product wait (C7512).
+// Four bits are decoded in registers, step by step, while steps before are multiplied. Beside the sums of 128 columns there
+// are registers for the steps of a whole block. Beside those of more, and where two blocks share an SM, there are only for
+// two, and beside 256 columns for fewer loops: else the compiler lets each product wait (C7512).
 template <class Ring>
 struct RowsOfA<Ring, FourBitOperand> {
-    static constexpr int kMostRows = Ring::B::kStageBytes / Ring::B::kRowBytes;
-    static constexpr bool kManySums = kMostRows > 160, kSharesSm = kMostRows == kFewRows;
-    static constexpr int kUnrolled = 1, kColumnStep = kManySums ? 32 : 16, kSteps = kManySums || kSharesSm ? 1 : 2;
-    HeldRows<kSteps> held[2];
+    static constexpr int kMostRows = Ring::B::kStageBytes / Ring::B::kRowBytes, kSteps = 4;
+    static constexpr int kUnrolled = 1, kColumnStep = kMostRows > 160 ? 32 : 16;
+    static constexpr int kHeld = kMostRows == 128 ? kSteps : 2;
+    uint32 held[kHeld][4];
     const int group, thread;
 
     __device__ __forceinline__ explicit RowsOfA(const MathThread& self) : group(self.group), thread(self.thread) {}
@@ -54,15 +54,14 @@ struct RowsOfA<Ring, FourBitOperand> {
     __device__ __forceinline__ void start(const Ring& ring, int stage, uint32 b, float (&sums)[kSums], Done done) {
         const FourBitRows rows(ring.a[stage], group, thread);
 #pragma unroll
-        for (int first = 0; first < 4; first += kSteps) {
-            HeldRows<kSteps>& now = held[first / kSteps % 2];
-            now.decode(rows, first);
+        for (int step = 0; step < kSteps; ++step) {
+            uint32(&now)[4] = held[step % kHeld];
+            rows.decode(step, now);
             wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < kSteps; ++i) ProductOf<kColumns>::add_held(sums, now.step[i], b + 2 * (first + i));
+            ProductOf<kColumns>::add_held(sums, now, b + 2 * step);
             wgmma_commit();
-            wgmma_wait<1>();  // the others have been multiplied, so their registers are free
-            if (first == 0) done();
+            wgmma_wait<kHeld - 1>();  // what is to be decoded next has been multiplied before
+            if (step == kHeld - 2) done();
         }
     }
 };

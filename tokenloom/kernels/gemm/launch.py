@@ -24,7 +24,7 @@ TILE_HEIGHTS = {"block": (128,), "row": (128, 160, 256)}
 fastest for some number of rows (microbench/notebook/gemm.md)."""
 FEW_ROWS = 64
 """The most rows of the lowest tiles of weights in four bits. An SM computes two of them at a time, in two blocks: one
-decodes weights while the other waits. kFewRows of device/roles/gemm_tile.cuh."""
+decodes weights while the other waits."""
 MOST_BLOCKS_PER_SM = 2
 """Of any variant."""
 TILE_COLUMNS = {"block": 256, "row": 128}
