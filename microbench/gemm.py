@@ -4,9 +4,9 @@
 
 Both recipes; rows behind offsets, or the same rows in slots, which have twice the places that they need. cuBLAS is
 torch._scaled_mm: with block scales, and with row scales and fast accumulation. It takes one expert's rows at a time,
-as many as it takes to make the same sums. Times are steady: replays of a graph of ten calls are queued for WARM_S, and
-those of the next RUN_S count. Clock and power are medians of what nvidia-smi says meanwhile. All take turns, in both
-orders.
+as many as it takes to make the same sums. Times are of a graph of ten calls: burst is its first replay behind IDLE_S
+without load; steady are the replays of RUN_S, which are queued behind those of WARM_S. Clock and power are medians of
+what nvidia-smi says during steady ones. All take turns, in both orders.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import json
 import statistics
 import subprocess
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from tokenloom.ops.gemm import grouped_gemm_fp8, grouped_swiglu_fp8
 
 CALLS = 10
 """In a graph."""
-WARM_S, RUN_S = 0.6, 0.8
+IDLE_S, WARM_S, RUN_S = 0.1, 0.6, 0.8
 """Behind a kernel that draws less power, one at the power limit is up to 16% faster for tens of milliseconds
 (microbench/notebook/gemm.md)."""
 SHAPES = ((32, 65536, 4096, 7168), (32, 65536, 7168, 2048), (32, 512, 4096, 7168), (32, 512, 7168, 2048))
@@ -90,10 +91,11 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 @dataclass
-class Steady:
-    """A steady time, with what the GPU did meanwhile."""
+class Turn:
+    """Times of a call, with what the GPU did in the steady one."""
 
-    us: float
+    burst_us: float
+    steady_us: float
     mhz: float
     watts: float
 
@@ -117,8 +119,11 @@ def replay_us(graph: torch.cuda.CUDAGraph, number: int) -> float:
     return begin.elapsed_time(end) * 1e3 / number / CALLS
 
 
-def steady(graph: torch.cuda.CUDAGraph) -> Steady:
-    one_s = replay_us(graph, 1) * CALLS / 1e6
+def one_turn(graph: torch.cuda.CUDAGraph) -> Turn:
+    torch.cuda.synchronize()
+    time.sleep(IDLE_S)
+    burst_us = replay_us(graph, 1)
+    one_s = burst_us * CALLS / 1e6
     until, seen = threading.Event(), list[tuple[float, float]]()
     for _ in range(int(WARM_S / one_s) + 1):
         graph.replay()
@@ -127,7 +132,7 @@ def steady(graph: torch.cuda.CUDAGraph) -> Steady:
     us = replay_us(graph, int(RUN_S / one_s) + 1)
     until.set()
     watching.join()
-    return Steady(us, *(statistics.median(each) for each in zip(*seen, strict=True)))
+    return Turn(burst_us, us, *(statistics.median(each) for each in zip(*seen, strict=True)))
 
 
 def cublas(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor) -> dict[str, Any]:
@@ -188,30 +193,33 @@ def main() -> None:
         if rows // experts % 128 == 0:
             calls |= deep_gemm(a, a_scales, b, b_scales)
         graphs = {name: captured(call) for name, call in calls.items()}
-        runs: dict[str, list[Steady]] = {name: [] for name in calls}
+        runs: dict[str, list[Turn]] = {name: [] for name in calls}
         for turn in ([*graphs], [*graphs][::-1]):
             for name in turn:
-                runs[name].append(steady(graphs[name]))
-        medians = {name: statistics.median(each.us for each in found) for name, found in runs.items()}
+                runs[name].append(one_turn(graphs[name]))
+        medians = {name: statistics.median(each.steady_us for each in turns) for name, turns in runs.items()}
         for name, us in medians.items():
+            burst_us = statistics.median(each.burst_us for each in runs[name])
             of_offsets = medians[name.removesuffix(", slots")] / us if name.endswith(", slots") else None
             row = {
                 "name": f"gemm/{name}/e{experts}/r{rows}/n{n}/k{k}",
-                "p50_us": us,
-                "runs_us": [each.us for each in runs[name]],
-                "mhz": runs[name][-1].mhz,
-                "watts": runs[name][-1].watts,
+                "steady_us": us,
+                "burst_us": burst_us,
+                "turns": [asdict(each) for each in runs[name]],
                 "tflops": 2 * rows * n * k / us / 1e6,
+                "burst_tflops": 2 * rows * n * k / burst_us / 1e6,
                 "weights_gbytes_per_s": experts * n * k / us / 1e3 if "grouped" in name else None,
                 "speed_of_offsets": of_offsets,
             }
             found.append(row)
             gbytes = f"{row['weights_gbytes_per_s']:8.0f} GB/s of weights" if "grouped" in name else ""
             speed = f", {of_offsets:.3f} of the speed behind offsets" if of_offsets else ""
-            print(f"{row['name']:60} {us:9.1f} us {row['tflops']:8.0f} TFLOP/s {row['mhz']:6.0f} MHz {gbytes}{speed}")
+            burst = f"burst {burst_us:9.1f} us {row['burst_tflops']:8.0f} TFLOP/s"
+            steady = f"steady {us:9.1f} us {row['tflops']:8.0f} TFLOP/s {runs[name][-1].mhz:6.0f} MHz"
+            print(f"{row['name']:60} {burst}, {steady} {gbytes}{speed}")
     if arguments.json:
-        turns = {"calls": CALLS, "warm_s": WARM_S, "run_s": RUN_S}
-        setup = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **turns}
+        seconds = {"idle_s": IDLE_S, "warm_s": WARM_S, "run_s": RUN_S}
+        setup = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "calls": CALLS, **seconds}
         arguments.json.write_text(json.dumps({"setup": setup, "rows": found}, indent=1) + "\n")
 
 
