@@ -25,7 +25,7 @@ from tokenloom.bench.rivals import deep_gemm
 from tokenloom.compat.deep_gemm.testing import calc_diff
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops import quant
-from tokenloom.ops.quant import pack_weights, quantize_fp8_blocks
+from tokenloom.ops.quant.weights import padded_weights_for
 from tokenloom.runtime.processes import RankContext
 
 SHAPE = MegaShape(hidden=256, intermediate=128, num_experts=4, top_k=2)
@@ -244,9 +244,9 @@ class FakeMega:
     def __exit__(self, *exception: object) -> None:
         assert self.checked == 3 + 1 or exception[0], "what replays left behind is raised after each routing"
 
-    def use_weights(self, *weights: torch.Tensor) -> None:
+    def load_weights(self, *weights: torch.Tensor) -> None:
         assert [each.shape[0] for each in weights] == [self.local] * 4
-        assert weights[0].shape[1:] == (256, 256)
+        assert [list(each.shape[1:]) for each in weights] == [[256, 256], [256, 128], [2, 2], [2, 1]]
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, out: torch.Tensor) -> None:
         assert (x.dtype, ids.dtype, weights.dtype) == (torch.bfloat16, torch.int32, torch.float32)
@@ -382,6 +382,7 @@ def test_a_whole_run_on_stand_ins(cpu_ranks: Ranks, against: list[str]) -> None:
             {},
             "--shared-experts is 1, but the layer of deep_gemm",
         ),
+        (MegaShape(2880, 2880, 4, 2), {}, "hidden 2880 and intermediate 2880: the layer of deep_gemm takes multiples"),
     ],
 )
 def test_a_build_that_cannot_is_refused(shape: MegaShape, changes: dict[str, Any], said: str) -> None:
@@ -402,9 +403,15 @@ def test_an_unknown_layer_is_refused() -> None:
 
 
 def test_weights_in_four_bits() -> None:
-    """They can be packed, and lie as near as 3 bits and a sign can."""
-    w, scales = quantize_fp8_blocks(torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0)))
-    rounded, of_channels = mega._in_four_bits(w, scales)
-    assert pack_weights(rounded).dtype == torch.uint8
-    want = w.float() * scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
-    assert 0.08 < (rounded.float() * of_channels[..., None] - want).norm() / want.norm() < 0.14
+    """They are encoded exactly, and lie as near as 3 bits and a sign can. Parts of N have blocks of their own."""
+    w = torch.randn(2, 2 * 96, 160, generator=torch.Generator().manual_seed(0)).to(FP8)
+    scales = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]).expand(2, -1, -1)
+    packed, exponents = mega.in_four_bits(w, scales, parts=2)
+    assert (packed.shape, exponents.shape) == ((2, 192, 80), (2, 192, 5))
+    _, _, report = padded_weights_for("row", packed, exponents, four_bits=quant.MXFP4, parts=2)
+    assert str(report) == "encoded exactly"
+    found = quant.dequantize_four_bits(packed, exponents, quant.MXFP4).float().unflatten(1, (2, 96))
+    want = w.float().unflatten(1, (2, 96)) * torch.tensor([[1.0], [3.0]])[None, :, :, None]
+    want = torch.cat([want[..., :128], want[..., 128:] * torch.tensor([[2.0], [4 / 3]])[None, :, :, None]], -1)
+    assert 0.08 < (found - want).norm() / want.norm() < 0.14
+    assert ((found - want).abs() <= want.unflatten(-1, (-1, 32)).abs().amax(-1).repeat_interleave(32, -1) / 4).all()

@@ -28,9 +28,8 @@ from tokenloom.compat.deep_gemm.testing import calc_diff
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.mega_moe import MegaMoE
 from tokenloom.inference.trace import MegaTimes
-from tokenloom.ops.gemm import interleave_gate_and_up
-from tokenloom.ops.quant import weights_for
-from tokenloom.ops.quant.four_bits import MAGNITUDES
+from tokenloom.ops.quant.four_bits import MAGNITUDES, MXFP4
+from tokenloom.plan import FP8_BLOCK
 from tokenloom.runtime.processes import RankContext
 
 OURS = "tokenloom"
@@ -98,8 +97,7 @@ class OtherMega:
         return lambda: self.mega(x, topk_ids, topk_weights, out=out)
 
     def _take_weights(self, l1_weights: Weights, l2_weights: Weights) -> None:
-        w1, w1_scales = l1_weights
-        self.mega.use_weights(interleave_gate_and_up(w1), w1_scales, *l2_weights)
+        self.mega.load_weights(l1_weights[0], l2_weights[0], l1_weights[1], l2_weights[1])
 
     def close(self) -> None:
         """Raise what its calls have left behind, and release its buffers."""
@@ -133,27 +131,38 @@ class FourBits(OtherMega):
     """MegaMoE with weights of four bits in memory."""
 
     about = (
-        "four_bits is MegaMoE(recipe='row') with load_weights(keep='four_bits'), of weights that were rounded to E2M1 "
-        "times a power of two for 32 values"
+        "four_bits is MegaMoE(recipe='row') with load_weights(keep='four_bits'), of weights that were rounded to MXFP4"
     )
     most_difference = 5e-2  # E2M1 rounds weights by about 11%
     options: ClassVar[dict[str, str]] = {"recipe": "row"}
 
     def _take_weights(self, l1_weights: Weights, l2_weights: Weights) -> None:
-        (w1, w1_scales), (w2, w2_scales) = (_in_four_bits(*weights) for weights in (l1_weights, l2_weights))
-        self.mega.load_weights(w1, w2, w1_scales, w2_scales, keep="four_bits")
+        (w1, w1_scales), (w2, w2_scales) = in_four_bits(*l1_weights, parts=2), in_four_bits(*l2_weights)
+        self.mega.load_weights(w1, w2, w1_scales, w2_scales, four_bits=MXFP4, keep="four_bits")
 
 
-def _in_four_bits(w: torch.Tensor, w_scales: torch.Tensor) -> Weights:
-    """FP8 by recipe "row", of which each 32 values are E2M1 times a power of two, with scales."""
-    w, w_scales, _ = weights_for("row", w, w_scales, round_again=True)
-    values = torch.tensor(MAGNITUDES, device=w.device)
-    for codes in w:  # one expert's are wide at a time
-        groups = codes.float().unflatten(-1, (-1, 32))
-        exponents = (torch.frexp(groups.abs().amax(-1, keepdim=True)).exponent - 3).clamp(min=-5)
-        nearest = torch.bucketize(torch.ldexp(groups.abs(), -exponents), (values[1:] + values[:-1]) / 2)
-        codes.copy_((torch.ldexp(values[nearest], exponents) * groups.sign()).flatten(-2).to(codes.dtype))
-    return w, w_scales
+def in_four_bits(w: torch.Tensor, w_scales: torch.Tensor, parts: int = 1) -> Weights:
+    """Round weights with block scales to MXFP4.
+
+    Args:
+        w: float8_e4m3fn [E, N, K], K a multiple of 32.
+        w_scales: float32 [E, B, K / 128], with B blocks of N, of which each of ``parts`` equal parts has its own.
+
+    Returns:
+        uint8 [E, N, K / 2] and uint8 [E, N, K / 32].
+    """
+    magnitudes = torch.tensor(MAGNITUDES, device=w.device)
+    packed, exponents = [], []
+    for codes, scales in zip(w, w_scales, strict=True):  # one expert's are wide at a time
+        of_parts = scales.unflatten(0, (parts, -1)).repeat_interleave(FP8_BLOCK, 1)[:, : len(codes) // parts]
+        of_values = of_parts.flatten(0, 1).repeat_interleave(FP8_BLOCK, 1)[:, : codes.shape[1]]
+        groups = (codes.float() * of_values).unflatten(-1, (-1, MXFP4.group))
+        exponent = torch.frexp(groups.abs().amax(-1, keepdim=True)).exponent - 3  # so the largest lies from 4 to 8
+        nearest = torch.bucketize(torch.ldexp(groups.abs(), -exponent), (magnitudes[1:] + magnitudes[:-1]) / 2)
+        nibbles = (nearest + 8 * (groups < 0)).flatten(-2).to(torch.uint8)
+        packed.append(nibbles[:, ::2] | nibbles[:, 1::2] << 4)
+        exponents.append((exponent.squeeze(-1) + 127).to(torch.uint8))
+    return torch.stack(packed), torch.stack(exponents)
 
 
 Other = DeepGemm | OtherMega
@@ -217,8 +226,7 @@ def measure_on_rank(
         w1, w1_scales, w2, w2_scales = make_weights(shape, context)
         weights = ((w1, w1_scales), (w2, w2_scales))
         others = {name: OTHERS[name](context.group, shape, max(tokens), *weights) for name in against}
-        w1 = interleave_gate_and_up(w1)
-        mega.use_weights(w1, w1_scales, w2, w2_scales)
+        mega.load_weights(w1, w2, w1_scales, w2_scales)
         taken_gb: dict[str, float] = {}
         for i, num_tokens in enumerate(tokens):
             if context.rank == 0:

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 import torch
 
 from tokenloom.bench.workload import LINK_GBYTES_PER_S
-from tokenloom.plan import FP8_BLOCK
+from tokenloom.plan import FP8_BLOCK, align_up
 from tokenloom.runtime.processes import RankContext
 from tokenloom.tune.samples import draw_topk_ids
 
@@ -114,7 +114,7 @@ def bytes_out(shape: MegaShape, num_ranks: int, rank: int, ids: Sequence[torch.T
     local = shape.num_experts // num_ranks
     to_others = int(((ids[rank] >= 0) & (ids[rank] // local != rank)).sum())
     back = sum(int((ids[other] // local == rank).sum()) for other in range(num_ranks) if other != rank)
-    row_bytes = shape.hidden + shape.hidden // FP8_BLOCK * SCALE_BYTES + HOME_BYTES + WEIGHT_BYTES
+    row_bytes = shape.hidden + align_up(shape.hidden, FP8_BLOCK) // FP8_BLOCK * SCALE_BYTES + HOME_BYTES + WEIGHT_BYTES
     return to_others * row_bytes + back * shape.hidden * 2
 
 
@@ -125,19 +125,19 @@ def make_weights(
 
     Returns:
         w1: float8_e4m3fn [E / W + S, 2I, H], gates first.
-        w1_scales: float32 [E / W + S, 2I / 128, H / 128].
+        w1_scales: float32 [E / W + S, 2I / 128, H / 128], rounded up for gates, for ups, and for H.
         w2: float8_e4m3fn [E / W + S, H, I].
-        w2_scales: float32 [E / W + S, H / 128, I / 128].
+        w2_scales: float32 [E / W + S, H / 128, I / 128], both rounded up.
     """
     device, local = context.device, shape.num_experts // context.num_ranks
     experts = [*range(context.rank * local, (context.rank + 1) * local)]
     # Numbers that no rank has: shared experts are the same everywhere.
     experts += range(shape.num_experts, shape.num_experts + shape.num_shared_experts)
-    sizes = ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate))
     found: list[torch.Tensor] = []
-    for rows, columns in sizes:
-        found.append(torch.empty(len(experts), rows, columns, dtype=torch.float8_e4m3fn, device=device))
-        found.append(torch.empty(len(experts), rows // 128, columns // 128, dtype=torch.float32, device=device))
+    for parts, rows, columns in ((2, shape.intermediate, shape.hidden), (1, shape.hidden, shape.intermediate)):
+        blocks = parts * align_up(rows, FP8_BLOCK) // FP8_BLOCK, align_up(columns, FP8_BLOCK) // FP8_BLOCK
+        found.append(torch.empty(len(experts), parts * rows, columns, dtype=torch.float8_e4m3fn, device=device))
+        found.append(torch.empty(len(experts), *blocks, dtype=torch.float32, device=device))
     w1, w1_scales, w2, w2_scales = found
     for i, expert in enumerate(experts):
         generator = torch.Generator(device).manual_seed(WEIGHT_SEED + expert)

@@ -15,6 +15,7 @@ from tokenloom.bench.clock import taken_bytes
 from tokenloom.bench.mega_work import MegaShape
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops.quant import quantize_fp8
+from tokenloom.plan import FP8_BLOCK
 
 NAME = "deep_gemm"
 BUFFERS = ("get_symm_buffer_for_sm90_mega_moe", "get_symm_buffer_for_mega_moe")
@@ -33,6 +34,11 @@ def find_module(shape: MegaShape) -> ModuleType:
     if shape.num_shared_experts:
         raise InvalidArgument(
             f"--shared-experts is {shape.num_shared_experts}, but the layer of {NAME} has none; leave it out"
+        )
+    if shape.hidden % FP8_BLOCK or shape.intermediate % FP8_BLOCK:
+        raise InvalidArgument(
+            f"hidden {shape.hidden} and intermediate {shape.intermediate}: the layer of {NAME} takes multiples of "
+            f"{FP8_BLOCK}"
         )
     try:
         module = importlib.import_module(NAME)
