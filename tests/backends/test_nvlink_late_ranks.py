@@ -159,7 +159,7 @@ def check_at_launch(context: RankContext, launch: int, when: str) -> bool | None
     full = routed.num_rows == fulls.num_rows
     same_routed(routed, fulls if full else rests, problem.plan)
     comm.combine(routed.tokens, routed)
-    if context.rank == 0:  # with fewer launches, as calls end when others come late: not in the next call
+    if context.rank == 0:  # both calls may have taken fewer launches; it must not die in the next one
         end(context)
     for layout in LAYOUTS:
         pair(context, comm, problem, [0], layout)

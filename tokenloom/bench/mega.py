@@ -78,6 +78,7 @@ class OtherMega:
     most_difference: ClassVar[float]
     buffer_bytes: ClassVar[int] = 0
     options: ClassVar[dict[str, str]] = {}
+    load_options: ClassVar[dict[str, Any]] = {}
 
     @staticmethod
     def load(shape: MegaShape) -> str | None:
@@ -97,7 +98,8 @@ class OtherMega:
         return lambda: self.mega(x, topk_ids, topk_weights, out=out)
 
     def _take_weights(self, l1_weights: Weights, l2_weights: Weights) -> None:
-        self.mega.load_weights(l1_weights[0], l2_weights[0], l1_weights[1], l2_weights[1])
+        (w1, w1_scales), (w2, w2_scales) = l1_weights, l2_weights
+        self.mega.load_weights(w1, w2, w1_scales, w2_scales, **self.load_options)
 
     def close(self) -> None:
         """Raise what its calls have left behind, and release its buffers."""
@@ -122,9 +124,7 @@ class ByRow(OtherMega):
     about = "row is MegaMoE(recipe='row'), with weights that were rounded again to scales of channels"
     most_difference = 5e-3  # of two quantisations of all operands
     options: ClassVar[dict[str, str]] = {"recipe": "row"}
-
-    def _take_weights(self, l1_weights: Weights, l2_weights: Weights) -> None:
-        self.mega.load_weights(l1_weights[0], l2_weights[0], l1_weights[1], l2_weights[1], round_again=True)
+    load_options: ClassVar[dict[str, Any]] = {"round_again": True}
 
 
 class FourBits(OtherMega):

@@ -128,8 +128,8 @@ __device__ void send_kept_rows(const SendRoutesArgs& args, SendRoutesShared<Shap
     }
 }
 
-// A sending warp that loads its rows. Two are on their way to where they go, and others on their way here. It sends no more
-// of them ahead, which keeps rows in order that other warps send.
+// A sending warp that loads its rows. Two of them are on their way to their ranks, while the next ones are loaded. It sends
+// no more ahead, so the rows of all warps leave nearly in order.
 template <class Shape>
 __device__ void send_loaded_rows(const SendRoutesArgs& args, SendRoutesShared<Shape>& shared, Chunk chunk, int warp,
                                  int lane) {
