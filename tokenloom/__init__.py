@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tokenloom.backends.seam import DispatchOut, Strategy
     from tokenloom.comm.communicator import Communicator
     from tokenloom.comm.engine import Pending
+    from tokenloom.comm.placement import Placement
     from tokenloom.comm.routed import Routed
     from tokenloom.errors import (
         BackendUnavailable,
@@ -61,6 +62,7 @@ _MODULE_OF = {
     "ExpertParallelMoE": "training.layer",
     "MegaMoE": "inference.mega_moe",
     "Pending": "comm.engine",
+    "Placement": "comm.placement",
     "Routed": "comm.routed",
     "RoutedExperts": "training.expert_module",
     "Router": "ops.router",
@@ -105,6 +107,7 @@ __all__ = [
     "PeerError",
     "PeerTimeout",
     "Pending",
+    "Placement",
     "PlanMismatch",
     "Routed",
     "RoutedExperts",
