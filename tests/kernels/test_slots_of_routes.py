@@ -12,6 +12,8 @@ from tokenloom.kernels.slots_of_routes.launch import THREADS, SlotsOfRoutesVaria
 from tokenloom.ops.slots_of_routes import SlotTable
 from tokenloom.plan import Plan
 
+EMULATED = True
+"""These tests can run without a GPU, behind tests/support/emulator/plugin.py."""
 INT32, INT64 = torch.int32, torch.int64
 Case = tuple[int, int, int, int, float, torch.dtype]
 """Ranks, experts of a rank, tokens, K, share of -1, dtype of ids."""
