@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -10,12 +15,15 @@ import torch
 
 import tokenloom as tl
 from tests.comm.test_masks import CASE, LAYOUTS, backend_of, combine_all_modes, group, options_of, pair, without
+from tests.comm.test_on_timeout import require_masked
 from tests.conftest import Ranks
 from tests.support import emulator
 from tests.support.cases import Problem, make_comm, make_problem, same_routed
 from tests.support.on_ranks import on_ranks
 from tests.support.patience import done, when_done, with_late
 from tests.support.placements import drawn_placement, placed
+from tests.support.server import Server
+from tokenloom import reference
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
 
@@ -175,3 +183,66 @@ def test_lost_without_a_placement(context: RankContext) -> None:
     comm.mask_ranks([0])
     pair(context, comm, problem, [0], "token")
     assert comm.lost_experts() == list(range(problem.plan.experts_per_rank))
+
+
+# -- processes that die -----------------------------------------------------------------------------------------
+
+
+def replicated(which: str, plan: Plan) -> tl.Placement:
+    """A placement with replicas of all, some or none of the experts."""
+    if which == "none":
+        return tl.Placement.default(plan.num_experts, plan.num_ranks)
+    table = torch.arange(plan.num_experts).view(plan.num_ranks, -1)
+    spare = table.roll(1, 0)
+    if which == "some":
+        spare[:, 0] = -1
+    return tl.Placement(torch.cat([table, spare], 1), num_experts=plan.num_experts)
+
+
+def serve(context: RankContext, pipe: Connection, num_calls: int, which: str) -> None:
+    """Pairs of calls whose results tell which routes counted, as test_on_timeout.py's, whose experts have replicas."""
+    rank, num_ranks = context.rank, context.num_ranks
+    plan = Plan(num_ranks, 2 * num_ranks, 8, 3, 6)
+    placement = replicated(which, plan)
+    table, slots = placement.to_tensor().tolist(), placement.slots_per_rank
+    comm = make_comm(context, "collective", plan, on_timeout="mask", timeout_s=3.0, placement=placement)
+    masked: list[int] = []
+    for number in range(num_calls):
+        if number % 20 == 0:
+            pipe.send(("pair", (number, masked, comm.engine.ranks.why_masked())))
+        generator = torch.Generator().manual_seed(number * num_ranks + rank)
+        ids = torch.randint(-1, plan.num_experts, (number % 7, 3), generator=generator)
+        x = torch.randint(1, 9, (number % 7, 8), generator=generator).float()
+        _, (*_, of_routes) = reference.place(plan, [ids[:0]] * rank + [ids], table, masked)
+        routed = comm.dispatch(x, ids, torch.ones(ids.shape), layout=("expert", "slots")[number % 2])
+        out = comm.combine(routed.tokens, routed, mode=("per_rank", "per_route")[number // 2 % 2])
+        expected = []
+        for gone in (masked, comm.masked_ranks()):
+            counts = ((of_routes >= 0) & ~torch.isin(of_routes // slots, torch.tensor(gone, dtype=torch.int64))).sum(1)
+            expected.append(x * counts[:, None])
+        assert any(torch.equal(out, each) for each in expected), f"pair {number}: {out} is neither of {expected}"
+        masked = comm.masked_ranks()
+        assert comm.lost_experts() == [e for e in range(plan.num_experts) if which != "all" and e // 2 in masked
+                                       and (which == "none" or e % 2 == 0)]  # fmt: skip
+    pipe.send(("pair", (num_calls, masked, comm.engine.ranks.why_masked())))
+    comm.close()
+
+
+@pytest.mark.skipif(emulator.ON, reason="processes over gloo")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("which", "num_calls"),
+    [
+        ("some", 300),
+        *(pytest.param(which, 300, marks=pytest.mark.full) for which in ("all", "none")),
+        *(pytest.param(which, 5000, marks=pytest.mark.soak) for which in ("all", "some", "none")),
+    ],
+)
+def test_death_in_the_middle(which: str, num_calls: int) -> None:
+    """A process ends at some moment: from the next pair on no route is lost whose expert has a living replica."""
+    with Server(4, serve, num_calls, which, device="cpu") as ranks:
+        require_masked(ranks, 2, num_calls // 4, [])
+        time.sleep(random.random() * 0.05)
+        os.kill(ranks.processes[2].pid, signal.SIGKILL)
+        for rank in (0, 1, 3):
+            require_masked(ranks, rank, num_calls, [2])

@@ -126,6 +126,19 @@ def slots_by_torch(placement: tl.Placement, ids: torch.Tensor, rank: int, masked
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(placement=placements(), data=st.data())
 def test_the_rule(placement: tl.Placement, data: st.DataObject) -> None:
+    """Any placement, any routing, any ranks that are gone."""
+    check_rule(placement, data)
+
+
+@pytest.mark.soak
+@settings(max_examples=100_000, deadline=None)
+@given(placement=placements(), data=st.data())
+def test_the_rule_at_length(placement: tl.Placement, data: st.DataObject) -> None:
+    """The same, as often as a release promises, and others each time."""
+    check_rule(placement, data)
+
+
+def check_rule(placement: tl.Placement, data: st.DataObject) -> None:
     """No route is lost or doubled, each goes to a living slot of its expert, and those of a source are shared evenly.
 
     Torch's form and the reference, which share nothing, agree on every slot.

@@ -217,7 +217,7 @@ class CollectiveBackend:
             legs=legs,
         )
 
-    def _place(self, options: DispatchOptions, sizes: Sizes, local_ids: torch.Tensor) -> routing.Placement:
+    def _place(self, options: DispatchOptions, sizes: Sizes, local_ids: torch.Tensor) -> routing.RowPlaces:
         received, counts = sizes.received, [sum(each) for each in zip(*sizes.route_counts, strict=True)]
         if options.layout == "slots":
             assert options.capacity is not None, "its places are fixed"

@@ -84,7 +84,7 @@ class CollectiveHandle:
     local_ids: torch.Tensor
     weights: torch.Tensor | None
     received_scales: torch.Tensor | None
-    placement: routing.Placement
+    placement: routing.RowPlaces
     row_tokens: torch.Tensor
     masked: frozenset[int] = frozenset()
 

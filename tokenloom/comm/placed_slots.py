@@ -61,9 +61,9 @@ class PlacedSlots:
             ]
         )
 
-    def placed(self, tokens: Tokens) -> Tokens:
-        """Return the same tokens with slots for ids."""
-        return tokens._replace(topk_ids=self._table.slots_of_routes(tokens.topk_ids))
+    def placed(self, tokens: Tokens, stream: int | None) -> Tokens:
+        """Return the same tokens with slots for ids, which are found on the current stream."""
+        return tokens._replace(topk_ids=self._table.slots_of_routes(tokens.topk_ids, stream))
 
 
 class PlacedDispatch:
@@ -89,4 +89,4 @@ class PlacedDispatch:
     ) -> Sent[tuple[Any, torch.Tensor]]:
         """Find the slots, then send; see :meth:`tokenloom.backends.seam.PreparedDispatch.send`."""
         slots = self._engine.slots_of_now()
-        return self._prepared.send(slots.placed(tokens), out, stream)
+        return self._prepared.send(slots.placed(tokens, stream), out, stream)

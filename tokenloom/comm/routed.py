@@ -196,7 +196,7 @@ class Routed:
         return routing.row_values(tokens + 1, positions, self._handle.num_places).view(self._shape[:-1]) - 1
 
     def ids_at_home(self) -> torch.Tensor:
-        """[T, K]: the ids that were dispatched, or those that took their place."""
+        """[T, K]: the ids that were dispatched, or those that took their place; with a placement, slots."""
         return self._handle.ids()
 
     def keep_slot_experts(self, slot_experts: torch.Tensor) -> None:

@@ -119,7 +119,7 @@ def home_positions_per_route(send: SendMap, num_tokens: int, top_k: int) -> torc
 
 
 @dataclass(frozen=True)
-class Placement:
+class RowPlaces:
     """Places in the output of the R received rows: one per (token, rank), ordered by source rank, then token.
 
     Attributes:
@@ -145,22 +145,22 @@ class Placement:
     slot_ranges: list[list[tuple[int, int]]] | None = None
 
 
-def place_by_token(source_counts: list[int], expert_counts: list[int], device: torch.device) -> Placement:
+def place_by_token(source_counts: list[int], expert_counts: list[int], device: torch.device) -> RowPlaces:
     """Place rows in layout "token": in the order of arrival."""
     num_rows = sum(source_counts)
-    return Placement(torch.arange(num_rows, device=device)[:, None], num_rows, num_rows, source_counts, expert_counts)
+    return RowPlaces(torch.arange(num_rows, device=device)[:, None], num_rows, num_rows, source_counts, expert_counts)
 
 
-def place_by_rank(source_counts: list[int], expert_counts: list[int], places: int, device: torch.device) -> Placement:
+def place_by_rank(source_counts: list[int], expert_counts: list[int], places: int, device: torch.device) -> RowPlaces:
     """Place rows in layout "rank": row j of source s at ``s * places + j``."""
     rows = [torch.arange(count, device=device) + source * places for source, count in enumerate(source_counts)]
     num_places = len(source_counts) * places
-    return Placement(torch.cat(rows)[:, None], num_places, sum(source_counts), source_counts, expert_counts)
+    return RowPlaces(torch.cat(rows)[:, None], num_places, sum(source_counts), source_counts, expert_counts)
 
 
 def place_by_expert(
     source_counts: list[int], expert_counts: list[int], alignment: int, local_ids: torch.Tensor
-) -> Placement:
+) -> RowPlaces:
     """Place rows in layout "expert": routes grouped by local expert, then ordered by source rank, token and k.
 
     Args:
@@ -176,12 +176,12 @@ def place_by_expert(
     starts = torch.tensor(offsets[:-1], dtype=torch.int64, device=local_ids.device)
     positions = torch.full(local_ids.shape, -1, dtype=torch.int64, device=local_ids.device)
     positions.view(-1)[routes] = starts[experts] + index_in_group
-    return Placement(positions, offsets[-1], offsets[-1], source_counts, expert_counts, offsets)
+    return RowPlaces(positions, offsets[-1], offsets[-1], source_counts, expert_counts, offsets)
 
 
 def place_in_slots(
     source_counts: list[int], route_counts: list[list[int]], slots: int, local_ids: torch.Tensor
-) -> Placement:
+) -> RowPlaces:
     """Place rows in layout "slots": expert e has places ``e * slots`` on, filled in the order of layout "expert".
 
     Routes beyond the slots of their expert are dropped.
@@ -204,7 +204,7 @@ def place_in_slots(
     fitting = [min(count, slots) for count in expert_counts]
     dropped = None if fitting == expert_counts else ((local_ids >= 0) & (positions < 0)).any(1)
     num_places = slots * len(expert_counts)
-    return Placement(positions, num_places, sum(fitting), source_counts, fitting, dropped=dropped, slot_ranges=ranges)
+    return RowPlaces(positions, num_places, sum(fitting), source_counts, fitting, dropped=dropped, slot_ranges=ranges)
 
 
 def _grouped_by_expert(
@@ -223,7 +223,7 @@ def _grouped_by_expert(
     return routes[order], experts, index_in_group
 
 
-def fit_capacity(placement: Placement, capacity: int) -> Placement:
+def fit_capacity(placement: RowPlaces, capacity: int) -> RowPlaces:
     """Limit a placement to an output of ``capacity`` rows, dropping what does not fit.
 
     Every count and offset is clamped, so that all of them are safe to address the output with.

@@ -55,13 +55,14 @@ class SlotTable:
         self.starts.copy_(torch.tensor(starts, dtype=torch.int32, device="cpu"))
         self.slots.copy_(torch.tensor(flat, dtype=torch.int32, device="cpu"))
 
-    def slots_of_routes(self, topk_ids: torch.Tensor) -> torch.Tensor:
+    def slots_of_routes(self, topk_ids: torch.Tensor, stream: int | None = None) -> torch.Tensor:
         """Return the slot of each route.
 
         A route goes to slot number (rank + index among this rank's routes of the expert) mod (slots of the expert).
 
         Args:
             topk_ids: int32 or int64 [T, K], contiguous. Ids that name no expert count as -1.
+            stream: handle of the current stream, where the caller knows it.
 
         Returns:
             int32 [T, K], -1 where there is no route, or its expert has no slot.
@@ -74,7 +75,9 @@ class SlotTable:
         slot_ids = torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device)
         blocks = launch.point(self._kernel.args, topk_ids, slot_ids, self.starts, self.slots, self._rank)
         if blocks:
-            self._kernel.launch(blocks, torch.cuda.current_stream(topk_ids.device).cuda_stream)
+            if stream is None:
+                stream = torch.cuda.current_stream(topk_ids.device).cuda_stream
+            self._kernel.launch(blocks, stream)
         return slot_ids
 
 

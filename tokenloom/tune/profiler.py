@@ -191,6 +191,7 @@ def profile(
                     raise InvalidArgument(f"{name} is {value!r}, expected an integer of at least 1")
             if not isinstance(skew, int | float) or not 0 <= skew < float("inf"):
                 raise InvalidArgument(f"skew is {skew!r}, expected a number of at least 0")
+            comm.engine.require_no_placement("a layer, whose calls profile makes,")
             setting = choices.setting_of(comm, intermediate, dtype)
             return {"intermediate": intermediate, "iterations": iterations, "skew": skew}, setting
 

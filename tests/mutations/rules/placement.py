@@ -32,7 +32,7 @@ MUTATIONS = (
     M("slots-of-the-next-dispatch", "an earlier dispatch says what its slots hold now",
       "comm.placed_slots:PlacedSlots.place", "self._experts_of_replays.clone()", "self._experts_of_replays",
       f"{PLACED}::test_set_placement"),
-    M("gradients-per-rank", "behind a combine per route the gradient of x depends on where experts are",
+    M("gradients-by-placement", "behind a combine per route the gradient of x depends on where experts are",
       "comm.calls:CombineCall.send", "routed._gradient_order.per_route = True", "pass",
       f"{PLACED}::test_per_route_bits", f"{PLACED}::test_gradient_by_route"),
     M("ids-of-slots-pass", "ids beyond the experts pass where there are more slots", "comm.calls:Kinds.check_dispatch",

@@ -17,7 +17,7 @@ from tokenloom.kernels.common import spec_of
 from tokenloom.kernels.dispatch.launch import RESULTS
 from tokenloom.kernels.row_weights.launch import BLOCKS, RowWeightsVariant
 from tokenloom.ops import routing
-from tokenloom.ops.routing import Placement
+from tokenloom.ops.routing import RowPlaces
 from tokenloom.plan import Plan, align_up
 
 ALIGNED_WORDS = 32
@@ -474,7 +474,7 @@ class PeerHandle:
         slots = self.address("slots"), self.address("all_counts")
         self.pointers = (buffer.places_address, buffer.tokens_address, *slots)
 
-    def spread(self, options: DispatchOptions, placement: Placement) -> None:
+    def spread(self, options: DispatchOptions, placement: RowPlaces) -> None:
         """Rows of layout "token", and of their exact size, become those of layout "expert"."""
         self.own()
         device = self.memory.device
@@ -580,7 +580,7 @@ def rows_without_sources(
 
 def place_by_expert(
     source_counts: torch.Tensor, expert_counts: torch.Tensor, alignment: int, local_ids: torch.Tensor
-) -> routing.Placement:
+) -> routing.RowPlaces:
     """Where rows of layout "token" lie in layout "expert". Reads the counts on the host.
 
     Args:
