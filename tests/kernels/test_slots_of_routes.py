@@ -26,6 +26,7 @@ CASES = [
 MORE = [
     pytest.param((8, 32, 1024, 8, 0.1, INT64), id="8 blocks"),
     pytest.param((8, 375, 300, 8, 0.0, INT32), id="3,000 experts"),
+    pytest.param((2, 4, 2200, 8, 0.0, INT32), id="more before a block than its threads load at once"),
 ]
 
 

@@ -20,10 +20,16 @@ struct SlotsOfRoutesArgs {
 // Adds the routes before `end` to the counts of experts that have several slots.
 template <class Shape, class Id>
 __device__ void count_routes_before(const Id* ids, int64 end, const int32* starts, int32* counts) {
-#pragma unroll 8
-    for (int64 i = threadIdx.x; i < end; i += Shape::threads) {
-        const int32 expert = expert_of_id<Shape::num_experts>(ids[i]);
-        if (expert >= 0 && starts[expert + 1] - starts[expert] > 1) atomicAdd(&counts[expert], 1);
+    constexpr int kAtOnce = 8;  // loads that are on their way together
+    for (int64 i = threadIdx.x; i < end; i += kAtOnce * Shape::threads) {
+        Id id[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) id[j] = i + j * Shape::threads < end ? ids[i + j * Shape::threads] : -1;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+            const int32 expert = expert_of_id<Shape::num_experts>(id[j]);
+            if (expert >= 0 && starts[expert + 1] - starts[expert] > 1) atomicAdd(&counts[expert], 1);
+        }
     }
 }
 
