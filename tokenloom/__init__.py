@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from tokenloom.training.data_parallel import clip_grad_norm_, data_parallel, split_parameters
     from tokenloom.training.expert_module import RoutedExperts
     from tokenloom.training.layer import ExpertParallelMoE
+    from tokenloom.training.replicas import copy_replicas, follow_placement, place_experts, reduce_replica_gradients
     from tokenloom.training.state_dict import gather_state_dict, shard_state_dict
 
 _MODULE_OF = {
@@ -72,16 +73,20 @@ _MODULE_OF = {
     "MXFP4": "ops.quant",
     "WeightReport": "ops.quant",
     "clip_grad_norm_": "training.data_parallel",
+    "copy_replicas": "training.replicas",
     "data_parallel": "training.data_parallel",
     "dequantize_four_bits": "ops.quant",
     "dequantize_fp8": "ops.quant",
+    "follow_placement": "training.replicas",
     "gather_state_dict": "training.state_dict",
     "grouped_gemm_fp8": "ops.gemm",
     "grouped_swiglu_fp8": "ops.gemm",
     "interleave_gate_and_up": "ops.gemm",
     "pack_weights": "ops.quant",
+    "place_experts": "training.replicas",
     "quantize_fp8": "ops.quant",
     "quantize_fp8_blocks": "ops.quant",
+    "reduce_replica_gradients": "training.replicas",
     "shard_state_dict": "training.state_dict",
     "split_parameters": "training.data_parallel",
     "weights_for": "ops.quant",
@@ -119,16 +124,20 @@ __all__ = [
     "WeightReport",
     "__version__",
     "clip_grad_norm_",
+    "copy_replicas",
     "data_parallel",
     "dequantize_four_bits",
     "dequantize_fp8",
+    "follow_placement",
     "gather_state_dict",
     "grouped_gemm_fp8",
     "grouped_swiglu_fp8",
     "interleave_gate_and_up",
     "pack_weights",
+    "place_experts",
     "quantize_fp8",
     "quantize_fp8_blocks",
+    "reduce_replica_gradients",
     "shard_state_dict",
     "split_parameters",
     "tune",

@@ -18,7 +18,17 @@ import torch
 from tokenloom.errors import CapacityOverflow, InvalidArgument
 from tokenloom.plan import FP8_BLOCK, PLAIN_WEIGHTS, RECIPES, SWIGLU, Activation, Plan, WeightLayout, align_up
 
-__all__ = ["Routed", "combine", "combine_weights", "dispatch", "fused_layer", "moe", "place", "quantize_fp8"]
+__all__ = [
+    "Routed",
+    "combine",
+    "combine_weights",
+    "dispatch",
+    "fused_layer",
+    "moe",
+    "place",
+    "quantize_fp8",
+    "sum_slots",
+]
 
 Key = tuple[int, int] | tuple[int, int, int]
 """(source rank, token), or (source rank, token, k) in layouts "expert" and "slots", that a row belongs to."""
@@ -91,6 +101,27 @@ def place(
                         index += 1
         placed.append(slot_ids)
     return replace(plan, num_experts=plan.num_ranks * slots_per_rank), placed
+
+
+def sum_slots(gradients: Sequence[torch.Tensor], table: Sequence[Sequence[int]], num_experts: int) -> torch.Tensor:
+    """Sum the gradients of each expert's slots in float32 (float64 for float64), in ascending (rank, slot).
+
+    Args:
+        gradients: [slots of a rank, ...] of each rank.
+        table: for each rank, the expert in each of its slots, -1 for an empty one.
+        num_experts: E.
+
+    Returns:
+        [E, ...] in the dtype of the sums. A sum starts from its first term.
+    """
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    sums: list[torch.Tensor | None] = [None] * num_experts
+    for rows, experts in zip(gradients, table, strict=True):
+        for row, expert in zip(rows.to(wide), experts, strict=True):
+            if expert >= 0:
+                before = sums[expert]
+                sums[expert] = row if before is None else before + row
+    return torch.stack([each for each in sums if each is not None])
 
 
 def dispatch(

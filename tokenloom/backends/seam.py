@@ -598,9 +598,9 @@ class Strategy:
         dispatch: "dedup" sends one row for each (token, rank). "all_gather" sends every rank all tokens, of which it
             takes those it needs. "all_to_all" sends one row for each route (layout "expert").
         combine: "dedup" sends the sum over a token's routes on a rank. "reduce_scatter" sends the same sums in a dense
-            [W, M, H]. "all_to_all" sends one row for each route, summed at home in ascending k (layout "expert").
-            "per_node" sums the ranks' sums of a node there, and sends one row for each (token, node). Gradients of
-            a dispatch come home so too.
+            [W, M, H]. "all_to_all" sends one row for each route, summed at home in ascending k (layout "expert"), so
+            that sums do not depend on where experts are. "per_node" sums the ranks' sums of a node there, and sends
+            one row for each (token, node). With these two, gradients of a dispatch come home so too.
 
     Raises:
         InvalidArgument: another name.
@@ -624,5 +624,5 @@ class Strategy:
 
     @property
     def gradient_of_dispatch(self) -> str:
-        """Strategy of the gradient of a dispatch, a combine: it sums per node where combines do."""
-        return "per_node" if self.combine == "per_node" else SWAPPED[self.dispatch]
+        """Strategy of the gradient of a dispatch, a combine: it sums per node or per route where combines do."""
+        return self.combine if self.combine in ("per_node", "all_to_all") else SWAPPED[self.dispatch]

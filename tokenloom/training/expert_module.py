@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any
@@ -17,10 +17,12 @@ from tokenloom.backends.registry import MAX_SMS
 from tokenloom.backends.seam import Capabilities, Strategy, Upcoming
 from tokenloom.comm import checks
 from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.placement import EMPTY, Placement
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops.autocast import autocast_dtype
 from tokenloom.ops.experts import PLAIN, ExpertForm
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
+from tokenloom.runtime.process_groups import process_group_of
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.runtime.torch_modes import breaks_graph, require_eager, settled
 from tokenloom.training.gradients import scale_grad
@@ -28,7 +30,9 @@ from tokenloom.training.main_grads import accumulate_main_grads
 from tokenloom.training.parameters import check_experts, draw_seeded, own_name
 from tokenloom.training.pieces import RunOptions, forward_calls
 from tokenloom.training.routed_experts import routed_experts
-from tokenloom.training.shards import local_part, make_mesh, own_part, renew_hooks, spread
+from tokenloom.training.shards import local_part, make_mesh, renew_hooks, spread
+from tokenloom.training.slot_moves import along, copy_from_owners, moves_from_owners
+from tokenloom.training.state_by_expert import by_expert, by_slot
 from tokenloom.tune import choices
 
 __all__ = ["RoutedExperts"]
@@ -78,6 +82,10 @@ class RoutedExperts(nn.Module):
             the tokens concerned become NaN. None keeps exact sizes, which the host waits for in forward.
         main_grads: let backward add the gradients of expert weights to ``parameter.main_grad``, which is float32, of
             this rank's part, made here as zeros and reset by you alone. ``parameter.grad`` stays None.
+        placement: which slots of which ranks hold which experts, as in ``Communicator``. Leave it out with ``comm``,
+            whose placement rules. ``follow_placement`` lets an optimizer keep replicas equal.
+        spare_slots: slots of each rank beyond its E / W experts, empty until ``place_experts``; instead of
+            ``placement``.
         comm: a Communicator to share between layers, instead of ``group``.
         backend: as in ``Communicator``.
         timeout_s: as in ``Communicator``.
@@ -91,11 +99,13 @@ class RoutedExperts(nn.Module):
     Attributes:
         w1: [E, 2I, H], gate rows first, then up rows. [E, I, H] where the activation is not gated. ``weight_layout``
             may say otherwise, for w2 too. Where there is a process group, all weights are DTensors over its ranks,
-            and ``to_local()`` is this rank's part, L = E / W experts, in the same memory.
+            and ``to_local()`` is this rank's part, L = E / W experts, in the same memory. With a placement they have
+            a row for each slot of each rank instead of E, and zeros in empty slots; state dicts have E rows still.
         w2: [E, H, I].
         w1_bias: [E, 2I] in the order of w1's rows, or None without biases.
         w2_bias: [E, H], or None without biases.
         strategy: the strategies in use.
+        placement: that by which the weights lie, or None.
 
     Raises:
         InvalidArgument, PlanMismatch, PeerError: as in ``Communicator``.
@@ -126,6 +136,8 @@ class RoutedExperts(nn.Module):
         redispatch_in_backward: bool = False,
         pool_rows: int | None = None,
         main_grads: bool = False,
+        placement: Placement | None = None,
+        spare_slots: int | None = None,
         comm: Communicator | None = None,
         backend: str = "auto",
         timeout_s: float = 30.0,
@@ -143,7 +155,13 @@ class RoutedExperts(nn.Module):
         if comm is not None and not isinstance(comm, Communicator):
             raise InvalidArgument(f"comm is {comm!r}, expected a tl.Communicator, or None")
         group_and_comm = group is not None and comm is not None
+        placed_apart = comm is not None and not (placement is None and spare_slots is None)
+        fault: Exception | None = None
         if comm is None:
+            try:
+                placement = _placement_of(group, num_experts, placement, spare_slots)
+            except Exception as error:  # the other ranks hear of it where they agree
+                fault, placement = error, None
             comm = Communicator(
                 group,
                 num_experts=num_experts,
@@ -159,8 +177,9 @@ class RoutedExperts(nn.Module):
                 ranks_per_node=ranks_per_node,
                 dtype=dtype,
                 num_sms=MAX_SMS,
+                placement=placement,
             )
-        self.comm = comm
+        self.comm, self.placement = comm, comm.placement
         default_strategy = Strategy.default(comm.engine.capabilities)
 
         def prepare() -> tuple[dict[str, Any], Strategy | None]:
@@ -169,7 +188,12 @@ class RoutedExperts(nn.Module):
                 raise InvalidArgument("group and comm are both given; the communicator already has a group")
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
                 raise InvalidArgument(f"dtype is {dtype!r}, expected bfloat16, float16, float32 or float64")
-            comm.engine.require_no_placement(type(self).__name__)
+            if fault is not None:
+                raise fault
+            if placed_apart:
+                raise InvalidArgument(
+                    "comm is given with a placement beside it; make the communicator with the placement"
+                )
             self.form = form = ExpertForm(Activation.of(activation), weight_layout)
             check_experts(comm.plan, hidden, intermediate, num_experts, top_k, expert_grad_scale, pool_rows)
             checks.require_layout(comm.engine.capabilities, "expert")
@@ -180,7 +204,7 @@ class RoutedExperts(nn.Module):
             self.hidden, self.intermediate = hidden, intermediate
             with torch.inference_mode(False):  # forward saves parameters in any mode
                 self._make_parameters(biases, dtype, torch.device("meta") if on_meta else comm.device)
-                self.reset_parameters()
+                self._draw_parameters(None)
             self.weight_names = tuple(self._parameters)
             self.main_grads = main_grads
             self.accumulate_main_grads()
@@ -198,6 +222,7 @@ class RoutedExperts(nn.Module):
             }, tuned
 
         tuned = agree(comm.engine.ranks, prepare, "making RoutedExperts")[0]
+        self._make_replicas_equal()
         self.expert_grad_scale = expert_grad_scale
         self.strategy = strategy or tuned or default_strategy
         self.overlap, self.redispatch_in_backward, self.pool_rows = overlap, redispatch_in_backward, pool_rows
@@ -212,18 +237,36 @@ class RoutedExperts(nn.Module):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Map the name of each weight that experts can have to the shape of this rank's part."""
-        return self.form.shapes(self.comm.plan.experts_per_rank, self.hidden, self.intermediate)
+        return self.form.shapes(self.comm.engine.plan.experts_per_rank, self.hidden, self.intermediate)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.accumulate_main_grads()
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.placement is not None and not keep_vars:  # the parameters themselves have slots
+            self.require_own_weights()
+            names = [prefix + name for name, each in self._parameters.items() if each is not None]
+            slots = {name: destination[name] for name in names}
+            destination.update(by_expert(self, slots, "by all slots", "state_dict"))
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name, weight in chain(self.named_parameters(), self.named_buffers()):  # pruning has buffers
-            value = state_dict.get(prefix + name)
-            if isinstance(value, torch.Tensor):
-                state_dict[prefix + name] = own_part(prefix + name, value, weight, self.local_experts)
+        names = [
+            prefix + name for name, _ in chain(self.named_parameters(), self.named_buffers())
+        ]  # pruning has buffers
+        experts = {name: state_dict[name] for name in names if isinstance(state_dict.get(name), torch.Tensor)}
+        if self.placement is not None:
+            self.require_own_weights()
+        state_dict.update(by_slot(self, experts, "by all slots", "load_state_dict"))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def require_own_weights(self) -> None:
+        """Raise InvalidArgument where weights are computed from other parameters, which no placement knows."""
+        if tuple(self._parameters) != self.weight_names:
+            raise InvalidArgument(
+                "the weights of experts are parametrized or pruned, and their layer has a placement; do either alone"
+            )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RoutedExperts:
         if getattr(fn, "__qualname__", "").startswith("Module.share_memory."):  # of a DTensor, torch ends the process
@@ -238,24 +281,38 @@ class RoutedExperts(nn.Module):
         return self
 
     @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh over which the weights are spread, or None."""
+        return next((getattr(each, "device_mesh", None) for each in self.parameters()), None)
+
+    @property
     def local_experts(self) -> range:
-        """Global numbers of the experts on this rank."""
+        """Numbers of the experts of which this rank has the part in state dicts. Without a placement they lie here."""
         local = self.comm.plan.experts_per_rank
         return range(self.comm.rank * local, (self.comm.rank + 1) * local)
+
+    @property
+    def slot_experts(self) -> Sequence[int]:
+        """The expert in each slot of this rank, -1 for an empty slot; without a placement ``local_experts``."""
+        return self.local_experts if self.placement is None else self.placement.experts_of(self.comm.rank)
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of this rank's experts. They are sharded, and their gradients are complete."""
         return list(self.parameters())
 
-    @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw all weights uniformly in ±1/sqrt(fan-in), as nn.Linear does.
+        """Draw all weights uniformly in ±1/sqrt(fan-in), as nn.Linear does. Collective if there are replicas.
 
         Args:
             seed: draw the same full set of weights for any number of ranks, and keep this rank's shard. Experts
                 compute the same in any ``weight_layout``. Give each module its own seed, or they get equal weights.
                 None draws from torch's generator.
         """
+        self._draw_parameters(seed)
+        self._make_replicas_equal()
+
+    @torch.no_grad()
+    def _draw_parameters(self, seed: int | None) -> None:
         for full_name, parameter in self.named_parameters():
             name = own_name(full_name)
             bound = 1 / math.sqrt(self.hidden if name.startswith("w1") else self.intermediate)
@@ -263,7 +320,16 @@ class RoutedExperts(nn.Module):
             if seed is None:
                 weights.uniform_(-bound, bound)
             else:
-                draw_seeded(weights, self.form.layout, bound, seed, name, self.local_experts)
+                draw_seeded(weights, self.form.layout, bound, seed, name, self.slot_experts)
+            empty = [slot for slot, expert in enumerate(self.slot_experts) if expert == EMPTY]
+            weights[empty] = 0
+
+    def _make_replicas_equal(self) -> None:
+        """Give all slots of an expert the weights of the first. Collective if there are several."""
+        if self.placement is not None and not self.w1.is_meta:
+            weights = {name: local_part(each.detach()) for name, each in self.named_parameters()}
+            moves = moves_from_owners(self.placement, self.comm.engine.masked)
+            along(self.comm.engine, moves, weights, copy_from_owners, "making replicas equal")
 
     @breaks_graph
     def forward(
@@ -298,6 +364,7 @@ class RoutedExperts(nn.Module):
         self.accumulate_main_grads()
         dtype = self._compute_dtype(getattr(x, "dtype", None))
         with engine.sequence(*self.first_calls(dtype)):  # sends nothing: bad input is told to the other ranks
+            self.require_placed()
             tokens = self.tokens(x)
             checks.number_of_tokens(self.comm.plan, len(tokens))  # pieces of too many tokens may be few enough
             ids = self.ids(x, topk_ids)
@@ -321,6 +388,14 @@ class RoutedExperts(nn.Module):
                 alike=alike,
             )
         return out.view(x.shape)
+
+    def require_placed(self) -> None:
+        """Raise InvalidArgument unless the weights lie by the communicator's placement."""
+        if self.placement is not self.comm.placement and self.placement != self.comm.placement:
+            raise InvalidArgument(
+                "the experts lie by another placement than their communicator's, which other layers may share; call "
+                "tokenloom.place_experts(model, placement), which moves the experts of all layers of a model"
+            )
 
     @property
     def options(self) -> RunOptions:
@@ -405,12 +480,35 @@ class RoutedExperts(nn.Module):
         return w1, w2, w1_bias, w2_bias
 
     def extra_repr(self) -> str:
-        plan = self.comm.plan
+        plan, here = self.comm.plan, len(self.slot_experts)
         return (
             f"hidden={self.hidden}, intermediate={self.intermediate}, experts={plan.num_experts} "
-            f"({plan.experts_per_rank} here), top_k={plan.top_k}, ranks={plan.num_ranks}, backend={self.comm.backend}"
+            f"({here} {'here' if self.placement is None else 'slots here'}), top_k={plan.top_k}, "
+            f"ranks={plan.num_ranks}, backend={self.comm.backend}"
             f"{'' if self.form == PLAIN else f', {self.form}'}{', biases' if self.w1_bias is not None else ''}"
         )
+
+
+def _placement_of(
+    group: dist.ProcessGroup | DeviceMesh | None,
+    num_experts: int,
+    placement: Placement | None,
+    spare_slots: int | None,
+) -> Placement | None:
+    """Choose the placement of a communicator to make, from a layer's options.
+
+    Raises:
+        InvalidArgument: both are given, or ``spare_slots`` is no number of slots.
+    """
+    if spare_slots is None:
+        return placement
+    if placement is not None:
+        raise InvalidArgument("placement and spare_slots are both given; a placement has its spare slots already")
+    if isinstance(spare_slots, bool) or not isinstance(spare_slots, int) or spare_slots < 0:
+        raise InvalidArgument(f"spare_slots is {spare_slots!r}, expected None or an integer of at least 0")
+    group = process_group_of(group)
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    return Placement.default(num_experts, num_ranks, num_experts // num_ranks + spare_slots)
 
 
 def _require_like(name: str, value: torch.Tensor, x: torch.Tensor, top_k: int) -> None:

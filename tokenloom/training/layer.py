@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from torch.nn import functional
 from tokenloom.backends.seam import Strategy
 from tokenloom.comm import checks
 from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.placement import Placement
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops.activation import apply_activation
 from tokenloom.ops.router import SCORES, Router, RouterSums, balance_loss, router_logits, router_sums, z_loss
@@ -84,6 +85,8 @@ class ExpertParallelMoE(nn.Module):
             the tokens concerned become NaN. None keeps exact sizes, which the host waits for in forward.
         main_grads: let backward add the gradients of expert weights to ``parameter.main_grad``, which is float32,
             made here as zeros and reset by you alone. ``parameter.grad`` stays None.
+        placement: which slots of which ranks hold which experts, as in ``RoutedExperts``.
+        spare_slots: slots of each rank beyond its E / W experts, as in ``RoutedExperts``.
         comm: a Communicator to share between layers, instead of ``group``.
         backend: as in ``Communicator``.
         timeout_s: as in ``Communicator``.
@@ -138,6 +141,8 @@ class ExpertParallelMoE(nn.Module):
         redispatch_in_backward: bool = False,
         pool_rows: int | None = None,
         main_grads: bool = False,
+        placement: Placement | None = None,
+        spare_slots: int | None = None,
         comm: Communicator | None = None,
         backend: str = "auto",
         timeout_s: float = 30.0,
@@ -164,6 +169,8 @@ class ExpertParallelMoE(nn.Module):
             redispatch_in_backward=redispatch_in_backward,
             pool_rows=pool_rows,
             main_grads=main_grads,
+            placement=placement,
+            spare_slots=spare_slots,
             comm=comm,
             backend=backend,
             timeout_s=timeout_s,
@@ -255,8 +262,13 @@ class ExpertParallelMoE(nn.Module):
 
     @property
     def local_experts(self) -> range:
-        """Global numbers of the experts on this rank."""
+        """Numbers of the experts of which this rank has the part in state dicts. Without a placement they lie here."""
         return self.experts.local_experts
+
+    @property
+    def slot_experts(self) -> Sequence[int]:
+        """The expert in each slot of this rank, -1 for an empty slot; without a placement ``local_experts``."""
+        return self.experts.slot_experts
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of this rank's experts. They are sharded, and their gradients are complete."""

@@ -61,8 +61,9 @@ def routed_experts(
         x: [T, H].
         topk_ids: int32 or int64 [T, K], -1 for an unused place.
         topk_weights: float32 [T, K], or float64 for float64 x.
-        w1: [L, 2I, H], this rank's experts, gate rows first; [L, I, H] where the activation is not gated.
-        w2: [L, H, I], this rank's experts.
+        w1: [L, 2I, H], this rank's experts, gate rows first; [L, I, H] where the activation is not gated. With a
+            placement, those in its slots.
+        w2: [L, H, I], likewise.
         meanwhile: work of this rank beside the dispatch, or None.
         w1_bias: [L, 2I] in the order of w1's rows ([L, I] where the activation is not gated), or None.
         w2_bias: [L, H], or None.
@@ -87,7 +88,7 @@ def routed_experts(
     try:
         require_eager()
         form = ExpertForm(Activation.of(activation), weight_layout)
-        form.check(tensors, comm.plan.experts_per_rank, comm.plan.hidden)
+        form.check(tensors, comm.engine.plan.experts_per_rank, comm.plan.hidden)
         require_no_tangent(x=x, topk_weights=topk_weights, w1=w1, w2=w2, w1_bias=w1_bias, w2_bias=w2_bias)
         x = settled(x)
         if dtype is not None:

@@ -76,23 +76,25 @@ def renew_hooks(parameter: torch.Tensor) -> None:
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
-def own_part(name: str, value: torch.Tensor, like: torch.Tensor, experts: range) -> torch.Tensor:
-    """Turn the value of a state dict into this rank's weight of experts: spread over its mesh, or plain.
+def own_part(
+    name: str, value: torch.Tensor, mesh: DeviceMesh | None, num_experts: int, experts: range
+) -> torch.Tensor:
+    """Turn the value of a state dict into this rank's experts: spread over the mesh, or plain.
 
     Args:
         name: name of the weight, for errors.
         value: DTensor of this rank, or plain tensor of all experts. A plain tensor of this rank's experts gives a
             warning.
-        like: the weight.
+        mesh: over which experts lie, or None.
+        num_experts: of all ranks.
         experts: numbers of this rank's experts.
 
     Returns:
-        A value that ``like.copy_`` takes. A value of another shape is returned as it is.
+        [E, ...] over the mesh. A value of another shape is returned as it is.
 
     Raises:
         InvalidArgument: the value has the experts of another rank.
     """
-    mesh = getattr(like, "device_mesh", None)
     if hasattr(value, "device_mesh"):
         if mesh is not None and value.device_mesh == mesh:
             return value
@@ -106,7 +108,7 @@ def own_part(name: str, value: torch.Tensor, like: torch.Tensor, experts: range)
         return spread(local_part(value.detach()), mesh)
     if mesh is None or value.ndim == 0:
         return value
-    if len(value) == len(like):
+    if len(value) == num_experts:
         # A copy: a part of all experts would keep them in memory.
         return spread(value[experts.start : experts.stop].clone(), mesh)
     if len(value) == len(experts):

@@ -15,6 +15,7 @@ from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.training.expert_module import RoutedExperts
 from tokenloom.training.shards import local_part, own_part
+from tokenloom.training.state_by_expert import by_expert
 
 __all__ = ["gather_state_dict", "shard_state_dict"]
 
@@ -29,8 +30,10 @@ def gather_state_dict(module: nn.Module, *, to: Literal["all", "rank0"] = "all")
     [E, H]. DTensors, such as FSDP2 makes, become whole. Everything else is this rank's own (replicated) value.
 
     Memory: the result lies on the CPU, of each rank or of one. Beside it there are, on the layer's device, one expert
-    (or 1 MiB of each rank, if that is more), or one whole tensor of those that FSDP2 has sharded. Nothing else is
-    copied. To hold no full weights anywhere, save ``module.state_dict()`` with ``torch.distributed.checkpoint``: each
+    (or 1 MiB of each rank, if that is more), or one whole tensor of those that FSDP2 has sharded. With a placement
+    there is also one weight of this rank's experts. Nothing else is copied.
+
+    To hold no full weights anywhere, save ``module.state_dict()`` with ``torch.distributed.checkpoint``: each
     rank writes its own experts.
 
     Args:
@@ -69,7 +72,9 @@ def gather_state_dict(module: nn.Module, *, to: Literal["all", "rank0"] = "all")
     for name, value in state.items():
         kept = value
         if name in sharded:
-            kept = _gather(sharded[name].comm, name, local_part(value.detach()), keeps)
+            layer = sharded[name]
+            own = by_expert(layer, {name: value}, "by all slots", "gather_state_dict")[name]
+            kept = _gather(layer.comm, name, local_part(own.detach()), keeps)
         elif isinstance(value, torch.Tensor):  # else a module's extra state
             whole: Any = value.detach()
             whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
@@ -112,7 +117,7 @@ def shard_state_dict(module: nn.Module, full: Mapping[str, torch.Tensor]) -> dic
         num_experts = layer.comm.plan.num_experts
         if weights.shape[0] != num_experts:
             raise ShapeMismatch(f"{name} has {weights.shape[0]} experts, the layer has {num_experts}")
-        part[name] = own_part(name, weights, state[name], layer.local_experts)
+        part[name] = own_part(name, weights, layer.mesh, num_experts, layer.local_experts)
     return part
 
 
