@@ -22,7 +22,6 @@ from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, Sha
 from tokenloom.ops.autocast import autocast_dtype
 from tokenloom.ops.experts import PLAIN, ExpertForm
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
-from tokenloom.runtime.process_groups import process_group_of
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.runtime.torch_modes import breaks_graph, require_eager, settled
 from tokenloom.training.gradients import scale_grad
@@ -84,8 +83,8 @@ class RoutedExperts(nn.Module):
             this rank's part, made here as zeros and reset by you alone. ``parameter.grad`` stays None.
         placement: which slots of which ranks hold which experts, as in ``Communicator``. Leave it out with ``comm``,
             whose placement rules. ``follow_placement`` lets an optimizer keep replicas equal.
-        spare_slots: slots of each rank beyond its E / W experts, empty until ``place_experts``; instead of
-            ``placement``.
+        spare_slots: instead of a placement, slots of each rank beyond its E / W experts, empty until
+            ``place_experts``.
         comm: a Communicator to share between layers, instead of ``group``.
         backend: as in ``Communicator``.
         timeout_s: as in ``Communicator``.
@@ -137,7 +136,7 @@ class RoutedExperts(nn.Module):
         pool_rows: int | None = None,
         main_grads: bool = False,
         placement: Placement | None = None,
-        spare_slots: int | None = None,
+        spare_slots: int = 0,
         comm: Communicator | None = None,
         backend: str = "auto",
         timeout_s: float = 30.0,
@@ -155,13 +154,8 @@ class RoutedExperts(nn.Module):
         if comm is not None and not isinstance(comm, Communicator):
             raise InvalidArgument(f"comm is {comm!r}, expected a tl.Communicator, or None")
         group_and_comm = group is not None and comm is not None
-        placed_apart = comm is not None and not (placement is None and spare_slots is None)
-        fault: Exception | None = None
+        placed_apart = comm is not None and (placement is not None or spare_slots != 0)
         if comm is None:
-            try:
-                placement = _placement_of(group, num_experts, placement, spare_slots)
-            except Exception as error:  # the other ranks hear of it where they agree
-                fault, placement = error, None
             comm = Communicator(
                 group,
                 num_experts=num_experts,
@@ -178,6 +172,7 @@ class RoutedExperts(nn.Module):
                 dtype=dtype,
                 num_sms=MAX_SMS,
                 placement=placement,
+                spare_slots=spare_slots,
             )
         self.comm, self.placement = comm, comm.placement
         default_strategy = Strategy.default(comm.engine.capabilities)
@@ -188,8 +183,6 @@ class RoutedExperts(nn.Module):
                 raise InvalidArgument("group and comm are both given; the communicator already has a group")
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
                 raise InvalidArgument(f"dtype is {dtype!r}, expected bfloat16, float16, float32 or float64")
-            if fault is not None:
-                raise fault
             if placed_apart:
                 raise InvalidArgument(
                     "comm is given with a placement beside it; make the communicator with the placement"
@@ -487,28 +480,6 @@ class RoutedExperts(nn.Module):
             f"ranks={plan.num_ranks}, backend={self.comm.backend}"
             f"{'' if self.form == PLAIN else f', {self.form}'}{', biases' if self.w1_bias is not None else ''}"
         )
-
-
-def _placement_of(
-    group: dist.ProcessGroup | DeviceMesh | None,
-    num_experts: int,
-    placement: Placement | None,
-    spare_slots: int | None,
-) -> Placement | None:
-    """Choose the placement of a communicator to make, from a layer's options.
-
-    Raises:
-        InvalidArgument: both are given, or ``spare_slots`` is no number of slots.
-    """
-    if spare_slots is None:
-        return placement
-    if placement is not None:
-        raise InvalidArgument("placement and spare_slots are both given; a placement has its spare slots already")
-    if isinstance(spare_slots, bool) or not isinstance(spare_slots, int) or spare_slots < 0:
-        raise InvalidArgument(f"spare_slots is {spare_slots!r}, expected None or an integer of at least 0")
-    group = process_group_of(group)
-    num_ranks = 1 if group is None else dist.get_world_size(group)
-    return Placement.default(num_experts, num_ranks, num_experts // num_ranks + spare_slots)
 
 
 def _require_like(name: str, value: torch.Tensor, x: torch.Tensor, top_k: int) -> None:

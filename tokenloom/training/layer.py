@@ -142,7 +142,7 @@ class ExpertParallelMoE(nn.Module):
         pool_rows: int | None = None,
         main_grads: bool = False,
         placement: Placement | None = None,
-        spare_slots: int | None = None,
+        spare_slots: int = 0,
         comm: Communicator | None = None,
         backend: str = "auto",
         timeout_s: float = 30.0,
