@@ -71,15 +71,16 @@ class Program:
     Args:
         kind: "plain", "ddp" or "fsdp".
         context: None for a process without a group.
+        options: of the layer.
     """
 
-    def __init__(self, context: RankContext | None, kind: str, optimizer: str, seed: int) -> None:
+    def __init__(self, context: RankContext | None, kind: str, optimizer: str, seed: int, **options: Any) -> None:
         group = None if context is None else context.group
         num_ranks = 1 if context is None else context.num_ranks
         # DDP and FSDP average what router_grad="sum" would sum.
         case = replace(CASE, expert_grad_scale=1 / num_ranks, router_grad="sum" if kind == "plain" else "local")
         self.context, self.kind = context, kind
-        self.model = Model(group, case, seed)
+        self.model = Model(group, case, seed, **options)
         self.run: nn.Module = self.model
         experts, self.others = tl.split_parameters(self.model)
         if kind == "ddp":

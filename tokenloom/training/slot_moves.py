@@ -175,7 +175,7 @@ Act = Callable[[RankGroup, Sequence[Move], torch.Tensor, str], None]
 
 def along(engine: Engine, moves: Sequence[Move], tensors: dict[str, torch.Tensor], act: Act, phase: str) -> None:
     """Change tensors of slots in place along the moves, which all ranks list alike. Collective if there are any."""
-    if not moves or not tensors:
+    if not moves:
         return
     with agreed(engine, phase, lambda: terms_of(tensors)) as ranks:
         for each in tensors.values():

@@ -81,7 +81,7 @@ def by_slot(layer: RoutedExperts, experts: Mapping[str, torch.Tensor], held: Hel
                 "placement have them"
             )
         parts[name] = local_part(part.detach())
-    found = _carried(layer, moves, parts, layer.placement.slots_per_rank, phase)
+    found = _carried(layer, moves, parts, layer.placement.slots_per_rank, phase) if parts else {}
     return slots | {name: spread(each, mesh) for name, each in found.items()}
 
 
@@ -104,8 +104,6 @@ def _carried(
         }
     if all(move.source_rank == move.rank for move in moves):
         return {name: moved(ranks, moves, each, num_slots, phase) for name, each in parts.items()}
-    if not parts:
-        return {}
 
     def prepare() -> dict[str, Any]:
         if layer.comm.engine.masked:
