@@ -97,7 +97,7 @@ PUBLIC = {
         "get_physical_domain_size",
         "topk_idx_t",
     ],
-    "tokenloom.integrations.transformers": ["describe", "keep_four_bits", "register"],
+    "tokenloom.integrations.transformers": ["describe", "keep_four_bits", "place_experts", "register"],
     "tokenloom.compat.deep_gemm": [
         "SM90SymmBuffer",
         "SymmBuffer",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import tokenloom as tl
 from tests.conftest import Ranks
 from tests.integrations.transformers import models
 from tests.support import emulator
@@ -91,6 +92,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tokenloom": {},
     "model": {"experts": "model"},
     "bounded": {"max_tokens_per_rank": 32, "pool_rows": 256},
+    "placed": {"spare_slots": 1},
 }
 
 
@@ -121,4 +123,12 @@ def in_place(context: RankContext, family: str, options: dict[str, Any]) -> None
     """transformers asks whether the meshes are of the same ranks, which here are none of a torch mesh."""
     parallel = import_module("transformers.distributed.expert_parallel")
     parallel.get_process_group_ranks = lambda group: [0]
-    compare(context, family, options)
+    placed = "spare_slots" in options
+    compare(context, family, options | ({"spare_slots": 0, "placement": hot_first(context)} if placed else {}))
+
+
+def hot_first(context: RankContext) -> tl.Placement:
+    """Backwards, so that no rank has its own experts, and expert 0 once more on each rank."""
+    table = torch.arange(models.EXPERTS).flip(0).view(context.num_ranks, -1)
+    table = torch.cat([table.new_zeros(context.num_ranks, 1), table], 1)
+    return tl.Placement(table, num_experts=models.EXPERTS)

@@ -26,6 +26,9 @@ from tokenloom.runtime.processes import RankContext, RankPool
         ({"experts": "fp8"}, "experts is 'fp8' without max_tokens_per_rank"),
         ({"experts": "four_bits"}, "experts is 'four_bits' without max_tokens_per_rank"),
         ({"pool_rows": 8}, "pool_rows is given without max_tokens_per_rank"),
+        ({"spare_slots": -1}, "spare_slots is -1, expected an integer"),
+        ({"placement": [[0]]}, "placement is a list, expected a tokenloom.Placement"),
+        ({"spare_slots": 1, "experts": "model"}, "experts is 'model' with a placement"),
     ],
 )
 def test_options(options: dict[str, Any], said: str) -> None:

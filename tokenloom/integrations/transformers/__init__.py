@@ -11,8 +11,9 @@ require_transformers()  # the modules below import names of it
 
 from tokenloom.integrations.transformers.description import describe  # noqa: E402
 from tokenloom.integrations.transformers.four_bits import keep_four_bits  # noqa: E402
+from tokenloom.integrations.transformers.places import place_experts  # noqa: E402
 from tokenloom.integrations.transformers.registration import register  # noqa: E402
 
-__all__ = ["describe", "keep_four_bits", "register"]
+__all__ = ["describe", "keep_four_bits", "place_experts", "register"]
 
 register()

@@ -12,11 +12,13 @@ from transformers.distributed.expert_parallel import EPImplementation
 from tokenloom.backends.seam import Strategy, Upcoming
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.communicators_by_shape import CommShape, Communicators
+from tokenloom.comm.placement import Placement
 from tokenloom.errors import InvalidArgument
 from tokenloom.integrations.transformers.forms import Form, NotOurs, form_of
 from tokenloom.integrations.transformers.fused import FusedExperts, FusedLayers, require_fused
 from tokenloom.integrations.transformers.options import ExpertsOptions
 from tokenloom.integrations.transformers.shared_batch import Share
+from tokenloom.integrations.transformers.slots import SlotWeights
 from tokenloom.training.pieces import RunOptions, cut
 from tokenloom.training.routed_experts import routed_experts
 
@@ -29,10 +31,21 @@ the host waits for no counts."""
 
 @dataclass
 class SharedByLayers:
-    """What all layers of a mesh and of equal options share."""
+    """What all layers of a mesh and of equal options share.
+
+    Attributes:
+        placement: the last one that ``place_experts`` was told, or None.
+    """
 
     communicators: Communicators
     fused: FusedLayers
+    placement: Placement | None = None
+
+    def place(self, placement: Placement) -> None:
+        """Let a placement rule in all communicators, and in those that are made later. Collective."""
+        for comm in self.communicators.all():
+            comm.set_placement(placement)
+        self.placement = placement
 
 
 def shared_of(ep_mesh: Any, options: ExpertsOptions) -> SharedByLayers:
@@ -44,7 +57,13 @@ def shared_of(ep_mesh: Any, options: ExpertsOptions) -> SharedByLayers:
     found = vars(ep_mesh).setdefault(ATTRIBUTE, {})
     if options not in found:
         group = ep_mesh.get_group()
-        found[options] = SharedByLayers(Communicators(group, options.of_communicators), FusedLayers(group, options))
+
+        def of_communicators() -> dict[str, Any]:
+            placement = found[options].placement
+            later = {} if placement is None else {"placement": placement, "spare_slots": 0}
+            return options.of_communicators() | later
+
+        found[options] = SharedByLayers(Communicators(group, of_communicators), FusedLayers(group, options))
     return found[options]
 
 
@@ -76,6 +95,11 @@ class TokenloomExperts(EPImplementation):
         if self.options.fused:
             form = require_fused(self.form, experts, self.family)
             self.fused = FusedExperts(self.shared.fused, form, self.num_experts)
+        if self.options.placed and not isinstance(self.form, Form):
+            raise InvalidArgument(
+                f"{self.family} runs the model's own experts ({self.form}), which know no placement; leave it out"
+            )
+        self.slots = SlotWeights()
         setattr(experts, ATTRIBUTE, self)
 
     @torch.compiler.disable
@@ -127,7 +151,10 @@ class TokenloomExperts(EPImplementation):
     ) -> torch.Tensor:
         if isinstance(self.form, Form):
             w1, w2, w1_bias, w2_bias = self.form.tensors(self.experts)
-            if x.dtype == w1.dtype or torch.is_autocast_enabled(x.device.type):
+            if comm.placement is not None:
+                w1, w2, w1_bias, w2_bias = self.slots.of(comm, (w1, w2, w1_bias, w2_bias))
+            # Under a placement the layer itself reports other dtypes: the model's own experts know no slots.
+            if x.dtype == w1.dtype or torch.is_autocast_enabled(x.device.type) or comm.placement is not None:
                 out = routed_experts(
                     comm,
                     self.run_options(comm, most, x.element_size()),

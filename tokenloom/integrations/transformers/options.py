@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenloom.backends.registry import MAX_SMS
-from tokenloom.errors import InvalidArgument
+from tokenloom.comm.placement import Placement
+from tokenloom.errors import InvalidArgument, a_type
 
 EXPERTS = ("auto", "model", "fp8", "four_bits")
 
@@ -26,6 +27,8 @@ class ExpertsOptions:
     num_sms: int = MAX_SMS
     transport: str = "auto"
     ranks_per_node: int | None = None
+    placement: Placement | None = None
+    spare_slots: int = 0
 
     def __post_init__(self) -> None:
         if self.experts not in EXPERTS:
@@ -38,11 +41,25 @@ class ExpertsOptions:
             raise InvalidArgument("pool_rows is given without max_tokens_per_rank; ranks then wait for no counts")
         if self.fused and self.max_tokens_per_rank is None:
             raise InvalidArgument(f"experts is {self.experts!r} without max_tokens_per_rank; fused layers do not grow")
+        if isinstance(self.spare_slots, bool) or not isinstance(self.spare_slots, int) or self.spare_slots < 0:
+            raise InvalidArgument(f"spare_slots is {self.spare_slots!r}, expected an integer of at least 0")
+        if self.placement is not None and not isinstance(self.placement, Placement):
+            raise InvalidArgument(f"placement is {a_type(self.placement)}, expected a tokenloom.Placement, or None")
+        if self.placed and self.experts != "auto":
+            raise InvalidArgument(
+                f"experts is {self.experts!r} with a placement, which tokenloom's experts alone go by; pass "
+                "experts='auto', or leave the placement out"
+            )
 
     @property
     def fused(self) -> bool:
         """Whether experts run in ``MegaMoE``."""
         return self.experts in ("fp8", "four_bits")
+
+    @property
+    def placed(self) -> bool:
+        """Whether experts lie by a placement."""
+        return self.placement is not None or self.spare_slots > 0
 
     def of_communicators(self) -> dict[str, Any]:
         """Give the arguments of every Communicator."""
@@ -53,4 +70,6 @@ class ExpertsOptions:
             "num_sms": self.num_sms,
             "transport": self.transport,
             "ranks_per_node": self.ranks_per_node,
+            "placement": self.placement,
+            "spare_slots": self.spare_slots,
         }

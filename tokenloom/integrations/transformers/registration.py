@@ -7,6 +7,7 @@ from typing import Literal
 from transformers.distributed.expert_parallel import EPImplementationInterface
 
 from tokenloom.backends.registry import MAX_SMS
+from tokenloom.comm.placement import Placement
 from tokenloom.integrations.transformers.implementation import TokenloomExperts
 from tokenloom.integrations.transformers.options import ExpertsOptions
 
@@ -25,6 +26,8 @@ def register(
     num_sms: int = MAX_SMS,
     transport: str = "auto",
     ranks_per_node: int | None = None,
+    placement: Placement | None = None,
+    spare_slots: int = 0,
 ) -> None:
     """Register an expert-parallel implementation, or change the one of that name.
 
@@ -52,6 +55,11 @@ def register(
         num_sms: as in ``Communicator``.
         transport: as in ``Communicator``.
         ranks_per_node: as in ``Communicator``.
+        placement: for tokenloom's experts of all layers, as in ``Communicator``. The model keeps its weights by
+            expert, and each layer has copies of those in its slots. They are made at the first call without gradients,
+            and again when weights change. Where weights are trained, each forward makes them, and the gradients of
+            slots come back to the model's weights.
+        spare_slots: as in ``Communicator``, for ``place_experts`` to fill.
 
     Raises:
         InvalidArgument: an option has a value that is never right.
@@ -68,6 +76,8 @@ def register(
         num_sms=num_sms,
         transport=transport,
         ranks_per_node=ranks_per_node,
+        placement=placement,
+        spare_slots=spare_slots,
     )
     implementation = type("TokenloomExperts", (TokenloomExperts,), {"options": options})
     EPImplementationInterface.register(name, implementation)

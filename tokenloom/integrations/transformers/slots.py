@@ -1,0 +1,79 @@
+"""Weights of a model's experts, which lie by expert, in the slots of a placement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.placement import Placement
+from tokenloom.ops.experts import Tensors
+from tokenloom.training.slot_moves import agreed, moved, moves_between, moves_to_owners, sum_at_owners, terms_of
+
+NAMES = ("w1", "w2", "w1_bias", "w2_bias")
+
+
+class SlotWeights:
+    """The weights of one module in the slots of this rank, kept while they need no gradient and stay as they are."""
+
+    def __init__(self) -> None:
+        self._kept: Tensors | None = None
+        self._kept_for: tuple[object, ...] = ()
+
+    def of(self, comm: Communicator, tensors: Tensors) -> Tensors:
+        """Give w1, w2 and their biases of this rank's slots. Collective, unless they are kept. Differentiable once.
+
+        Args:
+            comm: whose placement rules.
+            tensors: w1, w2 and their biases of this rank's experts.
+        """
+        assert comm.placement is not None
+        given = {name: each for name, each in zip(NAMES, tensors, strict=True) if each is not None}
+        trains = torch.is_grad_enabled() and any(each.requires_grad for each in given.values())
+        wanted = (comm.placement, *((each.data_ptr(), _version(each)) for each in given.values()))
+        if self._kept is not None and not trains and wanted == self._kept_for:
+            return self._kept
+        self._kept, self._kept_for = None, ()
+        found = dict(zip(given, _InSlots.apply(comm, comm.placement, *given.values()), strict=True))
+        w1, w2, w1_bias, w2_bias = (found.get(name) for name in NAMES)
+        assert w1 is not None
+        assert w2 is not None
+        in_slots: Tensors = (w1, w2, w1_bias, w2_bias)
+        if not trains:
+            self._kept, self._kept_for = in_slots, wanted
+        return in_slots
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class _InSlots(torch.autograd.Function):
+    """Rows of experts to their slots; gradients of slots, summed at the owner, to the experts' own ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, placement: Placement, *tensors: torch.Tensor) -> Any:
+        ctx.comm, ctx.placement, ctx.home = comm, placement, Placement.default(placement.num_experts, comm.num_ranks)
+        moves, phase = moves_between(ctx.home, placement, "by all slots"), "experts to their slots"
+        named = {str(number): each for number, each in enumerate(tensors)}
+        with agreed(comm.engine, phase, lambda: terms_of(named)) as ranks:
+            return tuple(moved(ranks, moves, each, placement.slots_per_rank, phase) for each in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        placement, home, phase = ctx.placement, ctx.home, "gradients of slots"
+        to_owners, to_home = moves_to_owners(placement), moves_between(placement, home, "by owners")
+        named = {str(number): each for number, each in enumerate(grads) if each is not None}
+        found: list[torch.Tensor | None] = []
+        with agreed(ctx.comm.engine, phase, lambda: terms_of(named)) as ranks:
+            for grad in grads:
+                if grad is None:
+                    found.append(None)
+                    continue
+                sums = grad.clone()
+                sum_at_owners(ranks, to_owners, sums, phase)
+                found.append(moved(ranks, to_home, sums, home.slots_per_rank, phase))
+        return None, None, *found
