@@ -82,13 +82,23 @@ def agreed(engine: Engine, phase: str, prepare: Callable[[], dict[str, Any]]) ->
         phase: what is going on, for errors.
         prepare: checks what this rank has, and names what all ranks must have alike.
     """
-    ranks = engine.ranks
+
+    def terms() -> dict[str, Any]:
+        if engine.open_calls.any_open():
+            raise InvalidArgument(f"a pending call is open; receive it before {phase}")
+        return prepare()
+
+    with agreed_beside(engine.ranks, phase, terms) as ranks:
+        yield ranks
+
+
+@contextmanager
+def agreed_beside(ranks: RankGroup, phase: str, prepare: Callable[[], dict[str, Any]]) -> Iterator[RankGroup]:
+    """Do what :func:`agreed` does for ranks that no communicator uses for calls."""
     ranks.require_alive()
 
     def terms() -> tuple[dict[str, Any], None]:
         require_eager()
-        if engine.open_calls.any_open():
-            raise InvalidArgument(f"a pending call is open; receive it before {phase}")
         return prepare(), None
 
     with ranks.turn, on_device(ranks.device):

@@ -132,3 +132,42 @@ def hot_first(context: RankContext) -> tl.Placement:
     table = torch.arange(models.EXPERTS).flip(0).view(context.num_ranks, -1)
     table = torch.cat([table.new_zeros(context.num_ranks, 1), table], 1)
     return tl.Placement(table, num_experts=models.EXPERTS)
+
+
+def new_places(context: RankContext) -> None:
+    parallel = import_module("transformers.distributed.expert_parallel")
+    parallel.get_process_group_ranks = lambda group: [0]
+    place_experts = import_module("tokenloom.integrations.transformers").place_experts
+    count = models.EXPERTS // context.num_ranks
+    local = slice(context.rank * count, (context.rank + 1) * count)
+    own = make("mixtral", local).to(context.device)
+    implementation = spread(context, own, {"spare_slots": 1})
+    generator = torch.Generator().manual_seed(context.rank)
+    x = torch.randn(5, models.HIDDEN, generator=generator).bfloat16().to(context.device)
+    weights, ids = torch.rand(5, models.EXPERTS, generator=generator).topk(models.TOP_K)
+    given = (x, ids.to(context.device), weights.to(context.device))
+    with torch.no_grad():
+        want = implementation(*given)
+        for placement in (hot_first(context), tl.Placement.default(models.EXPERTS, context.num_ranks, count + 1)):
+            place_experts(own, placement)
+            near(implementation(*given), want)
+            kept = implementation.slots._kept
+            near(implementation(*given), want)
+            assert implementation.slots._kept is kept
+        own.down_proj.mul_(2)
+        near(implementation(*given), 2 * want)
+        assert implementation.slots._kept is not kept
+        near(implementation(x[:0], *(each[:0] for each in given[1:])), want[:0])
+        place_experts(own, hot_first(context))
+        grown = [torch.cat([each] * 4) for each in given]  # by another communicator, which goes by it too
+        near(implementation(*grown), torch.cat([2 * want] * 4))
+    with pytest.raises(tl.InvalidArgument, match="slots_per_rank"):
+        place_experts(own, tl.Placement.default(models.EXPERTS, context.num_ranks))
+    with pytest.raises(tl.InvalidArgument, match="no experts of this model go by a placement"):
+        place_experts(torch.nn.Identity(), hot_first(context))
+
+
+@pytest.mark.slow_on(1, 4)
+def test_new_places(ranks: Ranks) -> None:
+    """Slots are filled anew when the placement or the weights change, and at no other call."""
+    ranks.run(new_places)

@@ -38,12 +38,12 @@ from tokenloom.backends.peers.backend import NvlinkBackend
 from tokenloom.comm import communicator, communicators_by_shape
 from tokenloom.comm.calls import Kinds
 from tokenloom.comm.engine import Engine
-from tokenloom.comm.placement import plan_of_slots
+from tokenloom.comm.placement import placement_of, plan_of_slots
 from tokenloom.errors import PeerTimeout
 from tokenloom.jit import kernel
 from tokenloom.jit.compiler import NO_PRELUDE
 from tokenloom.plan import Plan
-from tokenloom.runtime import kernel_reports
+from tokenloom.runtime import byte_carriers, kernel_reports
 from tokenloom.runtime.collectives import Transfer
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
@@ -304,10 +304,7 @@ class FakeRanks(RankGroup):
         out: torch.Tensor | None = None,
     ) -> Transfer:
         self.notes.step += 1
-        sent = Meeting().all_gather_object(rows.clone().view(torch.uint8).split(send_counts), phase)
-        came = [parts[self.rank] for parts in sent]
-        assert [len(part) for part in came] == recv_counts, f"{phase} brings other numbers of rows than expected"
-        found = torch.cat(came).view(rows.dtype)
+        found = Meeting().start_all_to_all(rows, send_counts, recv_counts, phase).wait()
         return Transfer(found if out is None else out.copy_(found), None)
 
 
@@ -350,6 +347,10 @@ class Meeting:
 
     def __init__(self) -> None:
         self.turn, self.members = Turn(), range(here.group.num_ranks)
+        self.rank, self.num_ranks = here.rank, here.group.num_ranks
+
+    def require_alive(self) -> None:
+        """Nothing closes it."""
 
     @property
     def whole(self) -> Meeting:
@@ -365,6 +366,14 @@ class Meeting:
 
     def all_gather(self, row: torch.Tensor, phase: str, *, opens: bool = False) -> torch.Tensor:
         return torch.stack(self.all_gather_object(row, phase))
+
+    def start_all_to_all(
+        self, rows: torch.Tensor, send_counts: list[int], recv_counts: list[int], phase: str
+    ) -> Transfer:
+        sent = self.all_gather_object(rows.clone().view(torch.uint8).split(send_counts), phase)
+        came = [parts[self.rank] for parts in sent]
+        assert [len(part) for part in came] == recv_counts, f"{phase} brings other numbers of rows than expected"
+        return Transfer(torch.cat(came).view(rows.dtype), None)
 
     def abort(self, fault: BaseException) -> None:
         here.group.meeting.abort()  # wakes those that wait
@@ -412,7 +421,9 @@ def _make_backend(
 
 def _make_communicator(self: tl.Communicator, group: object = None, **options: Any) -> None:
     sizes = {name: options.pop(name) for name in ("num_experts", "hidden", "top_k", "max_tokens_per_rank")}
-    plan, placement = Plan(here.group.num_ranks, **sizes), options.get("placement")
+    plan = Plan(here.group.num_ranks, **sizes)
+    spare = options.get("spare_slots", 0)
+    placement = placement_of(options.get("placement"), spare, plan.num_experts, plan.num_ranks)
     of_slots = plan_of_slots(plan, placement)
     rejoins = options.get("rejoin", False)
     make_ranks = RanksOnStreams if options.get("backend") == "padded" else FakeRanks
@@ -525,6 +536,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (backend_module, "SymmetricBuffer", FakeBuffer),
             (buffers, "SymmetricBuffer", FakeBuffer),
             (nodes_memory, "SymmetricBuffer", FakeBuffer),
+            (byte_carriers, "SymmetricBuffer", FakeBuffer),
             (nodes_gin, "GinMemory", FakeGin),
             (nodes_memory, "free_bytes", lambda device: 2**40),
             (backend_module, "usable_sms", lambda index: 132),

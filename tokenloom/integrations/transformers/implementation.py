@@ -12,13 +12,14 @@ from transformers.distributed.expert_parallel import EPImplementation
 from tokenloom.backends.seam import Strategy, Upcoming
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.communicators_by_shape import CommShape, Communicators
-from tokenloom.comm.placement import Placement
+from tokenloom.comm.placement import Placement, placement_of
 from tokenloom.errors import InvalidArgument
 from tokenloom.integrations.transformers.forms import Form, NotOurs, form_of
 from tokenloom.integrations.transformers.fused import FusedExperts, FusedLayers, require_fused
 from tokenloom.integrations.transformers.options import ExpertsOptions
 from tokenloom.integrations.transformers.shared_batch import Share
 from tokenloom.integrations.transformers.slots import SlotWeights
+from tokenloom.ops.experts import Tensors
 from tokenloom.training.pieces import RunOptions, cut
 from tokenloom.training.routed_experts import routed_experts
 
@@ -141,20 +142,39 @@ class TokenloomExperts(EPImplementation):
         known = self.options.max_tokens_per_rank or 1
         tokens = max(len(x), most or 1, known) if self.options.pool_rows is None else known
 
+        in_slots = self._in_slots(x.device)  # before any rank finds that it needs another communicator
+
         def call(comm: Communicator) -> torch.Tensor:
-            return self._run(comm, x, ids, weights, most)
+            return self._run(comm, x, ids, weights, most, in_slots)
 
         return self.shared.communicators.run(shape, tokens, x.device, call)
 
+    def _in_slots(self, device: torch.device) -> Tensors | None:
+        """Give w1, w2 and their biases in the slots of this rank, or None without a placement."""
+        if not self.options.placed or not isinstance(self.form, Form):
+            return None
+        given, communicators = self.options, self.shared.communicators
+        placement = self.shared.placement or placement_of(
+            given.placement, given.spare_slots, self.num_experts, self.ep_mesh.size()
+        )
+        assert placement is not None
+        return self.slots.of(lambda: communicators.meeting(device), placement, self.form.tensors(self.experts))
+
     def _run(
-        self, comm: Communicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int | None
+        self,
+        comm: Communicator,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        most: int | None,
+        in_slots: Tensors | None,
     ) -> torch.Tensor:
         if isinstance(self.form, Form):
             w1, w2, w1_bias, w2_bias = self.form.tensors(self.experts)
-            if comm.placement is not None:
-                w1, w2, w1_bias, w2_bias = self.slots.of(comm, (w1, w2, w1_bias, w2_bias))
+            if in_slots is not None:
+                w1, w2, w1_bias, w2_bias = in_slots
             # Under a placement the layer itself reports other dtypes: the model's own experts know no slots.
-            if x.dtype == w1.dtype or torch.is_autocast_enabled(x.device.type) or comm.placement is not None:
+            if x.dtype == w1.dtype or torch.is_autocast_enabled(x.device.type) or in_slots is not None:
                 out = routed_experts(
                     comm,
                     self.run_options(comm, most, x.element_size()),

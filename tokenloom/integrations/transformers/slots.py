@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.placement import Placement
 from tokenloom.ops.experts import Tensors
-from tokenloom.training.slot_moves import agreed, moved, moves_between, moves_to_owners, sum_at_owners, terms_of
+from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.training.slot_moves import agreed_beside, moved, moves_between, moves_to_owners, sum_at_owners, terms_of
 
 NAMES = ("w1", "w2", "w1_bias", "w2_bias")
 
@@ -22,21 +23,21 @@ class SlotWeights:
         self._kept: Tensors | None = None
         self._kept_for: tuple[object, ...] = ()
 
-    def of(self, comm: Communicator, tensors: Tensors) -> Tensors:
+    def of(self, find_ranks: Callable[[], RankGroup], placement: Placement, tensors: Tensors) -> Tensors:
         """Give w1, w2 and their biases of this rank's slots. Collective, unless they are kept. Differentiable once.
 
         Args:
-            comm: whose placement rules.
+            find_ranks: gives the ranks, for collectives beside those of communicators.
+            placement: which slots hold which experts.
             tensors: w1, w2 and their biases of this rank's experts.
         """
-        assert comm.placement is not None
         given = {name: each for name, each in zip(NAMES, tensors, strict=True) if each is not None}
         trains = torch.is_grad_enabled() and any(each.requires_grad for each in given.values())
-        wanted = (comm.placement, *((each.data_ptr(), _version(each)) for each in given.values()))
+        wanted = (placement, *((each.data_ptr(), _version(each)) for each in given.values()))
         if self._kept is not None and not trains and wanted == self._kept_for:
             return self._kept
         self._kept, self._kept_for = None, ()
-        found = dict(zip(given, _InSlots.apply(comm, comm.placement, *given.values()), strict=True))
+        found = dict(zip(given, _InSlots.apply(find_ranks(), placement, *given.values()), strict=True))
         w1, w2, w1_bias, w2_bias = (found.get(name) for name in NAMES)
         assert w1 is not None
         assert w2 is not None
@@ -54,11 +55,12 @@ class _InSlots(torch.autograd.Function):
     """Rows of experts to their slots; gradients of slots, summed at the owner, to the experts' own ranks."""
 
     @staticmethod
-    def forward(ctx: Any, comm: Communicator, placement: Placement, *tensors: torch.Tensor) -> Any:
-        ctx.comm, ctx.placement, ctx.home = comm, placement, Placement.default(placement.num_experts, comm.num_ranks)
+    def forward(ctx: Any, ranks: RankGroup, placement: Placement, *tensors: torch.Tensor) -> Any:
+        ctx.ranks, ctx.placement = ranks, placement
+        ctx.home = Placement.default(placement.num_experts, placement.num_ranks)
         moves, phase = moves_between(ctx.home, placement, "by all slots"), "experts to their slots"
         named = {str(number): each for number, each in enumerate(tensors)}
-        with agreed(comm.engine, phase, lambda: terms_of(named)) as ranks:
+        with agreed_beside(ranks, phase, lambda: terms_of(named)):
             return tuple(moved(ranks, moves, each, placement.slots_per_rank, phase) for each in tensors)
 
     @staticmethod
@@ -68,7 +70,7 @@ class _InSlots(torch.autograd.Function):
         to_owners, to_home = moves_to_owners(placement), moves_between(placement, home, "by owners")
         named = {str(number): each for number, each in enumerate(grads) if each is not None}
         found: list[torch.Tensor | None] = []
-        with agreed(ctx.comm.engine, phase, lambda: terms_of(named)) as ranks:
+        with agreed_beside(ctx.ranks, phase, lambda: terms_of(named)) as ranks:
             for grad in grads:
                 if grad is None:
                     found.append(None)
