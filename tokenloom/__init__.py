@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tokenloom.backends.seam import DispatchOut, Strategy
     from tokenloom.comm.communicator import Communicator
     from tokenloom.comm.engine import Pending
+    from tokenloom.comm.expert_stats import ExpertStats
     from tokenloom.comm.routed import Routed
     from tokenloom.errors import (
         BackendUnavailable,
@@ -59,6 +60,7 @@ _MODULE_OF = {
     "Communicator": "comm.communicator",
     "DispatchOut": "backends.seam",
     "ExpertParallelMoE": "training.layer",
+    "ExpertStats": "comm.expert_stats",
     "MegaMoE": "inference.mega_moe",
     "Pending": "comm.engine",
     "Routed": "comm.routed",
@@ -96,6 +98,7 @@ __all__ = [
     "DispatchOut",
     "DtypeMismatch",
     "ExpertParallelMoE",
+    "ExpertStats",
     "FourBits",
     "InvalidArgument",
     "InvalidExpertId",

@@ -37,6 +37,7 @@ PUBLIC = {
         "Communicator",
         "DispatchOut",
         "ExpertParallelMoE",
+        "ExpertStats",
         "MegaMoE",
         "Pending",
         "Routed",
