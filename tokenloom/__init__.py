@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
     from tokenloom.comm.engine import Pending
     from tokenloom.comm.expert_stats import ExpertStats
+    from tokenloom.comm.placement import Placement
+    from tokenloom.comm.plan_replicas import plan_replicas
     from tokenloom.comm.routed import Routed
     from tokenloom.errors import (
         BackendUnavailable,
@@ -63,6 +65,7 @@ _MODULE_OF = {
     "ExpertStats": "comm.expert_stats",
     "MegaMoE": "inference.mega_moe",
     "Pending": "comm.engine",
+    "Placement": "comm.placement",
     "Routed": "comm.routed",
     "RoutedExperts": "training.expert_module",
     "Router": "ops.router",
@@ -80,6 +83,7 @@ _MODULE_OF = {
     "grouped_swiglu_fp8": "ops.gemm",
     "interleave_gate_and_up": "ops.gemm",
     "pack_weights": "ops.quant",
+    "plan_replicas": "comm.plan_replicas",
     "quantize_fp8": "ops.quant",
     "quantize_fp8_blocks": "ops.quant",
     "shard_state_dict": "training.state_dict",
@@ -108,6 +112,7 @@ __all__ = [
     "PeerError",
     "PeerTimeout",
     "Pending",
+    "Placement",
     "PlanMismatch",
     "Routed",
     "RoutedExperts",
@@ -127,6 +132,7 @@ __all__ = [
     "grouped_swiglu_fp8",
     "interleave_gate_and_up",
     "pack_weights",
+    "plan_replicas",
     "quantize_fp8",
     "quantize_fp8_blocks",
     "shard_state_dict",

@@ -9,8 +9,8 @@ fast, and shares no ordering or arithmetic with them. Lists have one entry per r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from tokenloom.errors import CapacityOverflow, InvalidArgument
 from tokenloom.plan import FP8_BLOCK, PLAIN_WEIGHTS, RECIPES, SWIGLU, Activation, Plan, WeightLayout, align_up
 
-__all__ = ["Routed", "combine", "combine_weights", "dispatch", "fused_layer", "moe", "quantize_fp8"]
+__all__ = ["Routed", "combine", "combine_weights", "dispatch", "fused_layer", "moe", "place", "quantize_fp8"]
 
 Key = tuple[int, int] | tuple[int, int, int]
 """(source rank, token), or (source rank, token, k) in layouts "expert" and "slots", that a row belongs to."""
@@ -54,6 +54,43 @@ class Routed:
     num_rows: int
     rows: dict[Key, int]
     padding: list[int]
+
+
+def place(
+    plan: Plan,
+    topk_ids: Sequence[torch.Tensor],
+    table: Sequence[Sequence[int]],
+    masked: Collection[int] = (),
+) -> tuple[Plan, list[torch.Tensor]]:
+    """Give each route a physical slot. The other functions take the results for a plan and its ids.
+
+    Args:
+        plan: sizes of the group.
+        topk_ids: [T, K] of each rank, experts.
+        table: for each rank, the expert in each of its slots, -1 for an empty one.
+        masked: ranks whose slots count for nothing.
+
+    Returns:
+        The plan whose experts are all slots of all ranks, and int64 [T, K] of each rank: rank * slots of a rank + slot,
+        -1 where the expert has no slot.
+    """
+    slots_per_rank = len(table[0])
+    placed = []
+    for source, ids in enumerate(topk_ids):
+        slot_ids = torch.full(ids.shape, -1, dtype=torch.int64, device="cpu")
+        for e in range(plan.num_experts):
+            slots = []
+            for rank, experts in enumerate(table):
+                if rank not in masked:
+                    slots += [rank * slots_per_rank + slot for slot, expert in enumerate(experts) if expert == e]
+            index = source
+            for token, experts_of_token in enumerate(ids.tolist()):
+                for k, expert in enumerate(experts_of_token):
+                    if expert == e and slots:
+                        slot_ids[token, k] = slots[index % len(slots)]
+                        index += 1
+        placed.append(slot_ids)
+    return replace(plan, num_experts=plan.num_ranks * slots_per_rank), placed
 
 
 def dispatch(

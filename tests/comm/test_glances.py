@@ -108,7 +108,7 @@ def dispatch_fits(given: Given, sizes: str = "bounded", able: Capabilities = SEN
     has_scales = given["scales"] is not None
     options = DispatchOptions("token", 1, sizes, CAPACITY, recipe=recipe)
     kind = DispatchKind(options, FP8 if has_scales else BF16, torch.int64, FP32, has_scales)
-    fits = checks.dispatch_glance(PLAN, able, CPU, kind)
+    fits = checks.dispatch_glance(PLAN, able, CPU, kind, PLAN.num_experts)
     with torch.no_grad():
         try:
             return fits(*(given[name] for name in ("x", "scales", "ids", "weights", "out")))
@@ -198,7 +198,7 @@ def test_what_is_around_a_dispatch() -> None:
     with dual_level():
         assert not dispatch_fits(given)
     kind = DispatchKind(DispatchOptions("token", 1, "bounded", CAPACITY), BF16, torch.int64, FP32)
-    fits = checks.dispatch_glance(PLAN, SENDS, CPU, kind)
+    fits = checks.dispatch_glance(PLAN, SENDS, CPU, kind, PLAN.num_experts)
     tensors = [given[name] for name in ("x", "scales", "ids", "weights")]
     with torch.enable_grad():
         assert fits(*tensors, None)
@@ -209,7 +209,9 @@ def test_another_device() -> None:
     """By its number, where only that differs."""
     given, other = dispatch_tensors(), torch.device("cpu", 1)
     kind = DispatchKind(DispatchOptions("token", 1, "bounded", CAPACITY), BF16, torch.int64)
-    assert not checks.dispatch_glance(PLAN, SENDS, other, kind)(given["x"], None, given["ids"], None, None)
+    assert not checks.dispatch_glance(PLAN, SENDS, other, kind, PLAN.num_experts)(
+        given["x"], None, given["ids"], None, None
+    )
     combine = checks.combine_glance(PLAN, other, CombineOptions(False, BF16, BF16, False))
     assert not combine(given["x"], None, given["x"].shape, T, None)
     assert not checks.fits_like(given["x"], (T, 256), BF16, other)

@@ -58,6 +58,7 @@ PUBLIC = {
         "grouped_swiglu_fp8",
         "interleave_gate_and_up",
         "pack_weights",
+        "plan_replicas",
         "quantize_fp8",
         "quantize_fp8_blocks",
         "shard_state_dict",

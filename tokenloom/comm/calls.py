@@ -141,14 +141,15 @@ class Kinds:
         engine = self.engine
         plan, able, device = engine.plan, engine.capabilities, engine.ranks.device
         options = checks.dispatch_options(plan, able, DispatchArguments(*arguments))
-        tokens, words = checks.dispatch_tokens(plan, able, device, options, x, topk_ids, weights)
+        tokens, words = checks.dispatch_tokens(engine.caller_plan, able, device, options, x, topk_ids, weights)
         x, scales, topk_ids, weights = tokens
         weights_dtype = None if weights is None else weights.dtype
         kind = DispatchKind(options, x.dtype, topk_ids.dtype, weights_dtype, scales is not None, words, *mode)
         if out is not None:
             checks.dispatch_out(plan, kind, out, device)
         engine.require_room()  # before memory is made
-        known = KnownDispatch(kind, engine.prepare_dispatch(kind), checks.dispatch_glance(plan, able, device, kind))
+        glance = checks.dispatch_glance(plan, able, device, kind, engine.caller_plan.num_experts)
+        known = KnownDispatch(kind, engine.prepare_dispatch(kind), glance)
         if checks.can_glance(kind, able):
             if len(self._dispatches) >= MAX_KINDS:
                 self._dispatches.clear()
@@ -390,6 +391,8 @@ class DispatchCall(CallInHalves):
         routed = Routed(
             self.owner, plan, handle, rows, weights, has_weights, kind.ids_dtype, self._out, kind.scale_words
         )
+        if self.engine.slots is not None:
+            routed.keep_slot_experts(self.engine.slots.local_experts())
         if self._stream is None and rows.is_cuda and torch.cuda.is_current_stream_capturing():
             _ = routed.topk_ids  # int64 ids converted later would be outside of the graph and never change
         return routed

@@ -208,9 +208,11 @@ def dispatch_tokens(
 
 
 def dispatch_glance(
-    plan: Plan, able: Capabilities, device: torch.device, kind: DispatchKind
+    plan: Plan, able: Capabilities, device: torch.device, kind: DispatchKind, num_experts: int
 ) -> Callable[[Any, Any, Any, Any, Any], bool]:
     """Build the glance of a kind of dispatch: whether x, scales, topk_ids, topk_weights and out are right.
+
+    Ids name ``num_experts`` experts; those of the plan may be slots.
 
     It takes plain tensors of the kind's dtypes, whose presence is as in the kind. It may raise ValueError or
     RuntimeError for tensors that are not right.
@@ -267,7 +269,7 @@ def dispatch_glance(
         if reads_them:
             if on_gpu and torch.cuda.is_current_stream_capturing():
                 return False
-            return not ((ids < -1) | (ids >= plan.num_experts)).any()
+            return not ((ids < -1) | (ids >= num_experts)).any()
         return True
 
     def fits_out(out: Any) -> bool:

@@ -17,6 +17,7 @@ from tokenloom.backends.seam import DispatchOut
 from tokenloom.comm import autograd, checks
 from tokenloom.comm.calls import CombineCall, DispatchCall, Kinds, ResendCall, ReweightCall, ValuesHomeCall
 from tokenloom.comm.engine import Engine, Pending
+from tokenloom.comm.placement import Placement, placement_terms, plan_of_slots, require_fits
 from tokenloom.comm.routed import Layout, Routed
 from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
@@ -72,11 +73,15 @@ class Communicator:
         ranks_per_node: ranks of each node, which are then taken to be on nodes one after the other, wherever they are:
             to try what runs between nodes on one machine, or where nodes cannot be found out. None finds nodes by
             host and by the access of GPUs to each other's memory.
+        placement: which slots of which ranks hold which experts, the same on all ranks; None for expert e on rank
+            ``e // (E / W)``. Ids stay those of experts. Everything that counts local experts then counts the slots of
+            a rank, empty ones too. A route goes to slot number (source rank + its index among the source's routes of
+            the expert) mod (slots of the expert). ``set_placement`` changes it, ``Routed.slot_experts`` tells it.
         rejoin: come back to the ranks of the group, which have masked this one and have their communicator still. It
             waits until they call ``unmask_ranks``, ``open_timeout_s`` long.
 
     Attributes:
-        plan: sizes, and what follows from them.
+        plan: sizes, and what follows from them. Its experts are those that ids name.
         engine: the same calls in halves, for layers that write their own gradients.
         kinds: the kinds of calls that were checked and prepared, for such layers.
 
@@ -108,6 +113,7 @@ class Communicator:
         on_timeout: Literal["raise", "mask"] = "raise",
         transport: str = "auto",
         ranks_per_node: int | None = None,
+        placement: Placement | None = None,
         rejoin: bool = False,
     ) -> None:
         fault: Exception | None = None
@@ -128,11 +134,15 @@ class Communicator:
 
             def make_request() -> registry.Request:
                 plan = Plan(ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
+                if placement is not None:
+                    require_fits(placement, plan)
+                plan = plan_of_slots(plan, placement)
                 options = (backend, plan, dtype, num_sms, checked, transport, ranks_per_node)
                 return registry.Request(ranks.transport, ranks.device, *options)
 
             def terms_of(request: registry.Request) -> dict[str, Any]:
-                return request.must_agree() | {"on_timeout": on_timeout}
+                alike = request.must_agree() | {"num_experts": num_experts, "on_timeout": on_timeout}
+                return alike | placement_terms(placement)
 
             def prepare() -> tuple[dict[str, Any], tuple[list[registry.Availability], topology.Place]]:
                 if fault is not None:
@@ -185,7 +195,7 @@ class Communicator:
         if ranks.own_transport:
             ranks.turn = Turn()
         self._ranks = ranks
-        self.engine = Engine(self.plan, ranks, self._choice.backend)
+        self.engine = Engine(self.plan, ranks, self._choice.backend, placement)
         self.kinds = Kinds(self.engine)
 
     @breaks_graph
@@ -536,24 +546,57 @@ class Communicator:
 
     def describe(self) -> str:
         """The plan, the backend and why, and the memory it holds or will take, in a few lines for people."""
-        plan = self.plan
-        nodes = self._ranks.topology
+        plan, of_slots, placement = self.plan, self.engine.plan, self.placement
+        nodes, lost = self._ranks.topology, self.lost_experts()
         lines = [
             f"tokenloom Communicator, rank {self.rank} of {self.num_ranks} on {self.device}",
             f"  {plan.num_experts} experts, {plan.experts_per_rank} on each rank; top-{plan.top_k}; "
             f"hidden {plan.hidden}; at most {plan.max_tokens_per_rank} tokens a rank",
-            f"  worst case on one rank: {plan.worst_case_rows('token')} rows in layouts token and rank, "
-            f"{plan.worst_case_rows('expert')} in layout expert",
+            *([f"  placement: {placement}"] if placement is not None else []),
+            f"  worst case on one rank: {of_slots.worst_case_rows('token')} rows in layouts token and rank, "
+            f"{of_slots.worst_case_rows('expert')} in layout expert",
             *([f"  {nodes.describe()}"] if nodes.num_nodes > 1 else []),
             f"  backend {self.backend}: {self._choice.why}",
             *([f"    {self._transports_in_words()}"] if nodes.num_nodes > 1 else []),
             *(f"    {line}" for line in self.engine.memory()),
             *(f"  rank {rank} is masked: {why}" for rank, why in self._ranks.why_masked().items()),
+            *([f"  experts that are lost with masked ranks: {', '.join(map(str, lost))}"] if lost else []),
         ]
         return "\n".join(lines + [f"  not picked: {reason}" for reason in self._choice.not_picked])
 
     def _transports_in_words(self) -> str:
         return ", ".join(f"{kind} by {transport}" for kind, transport in self.transports.items())
+
+    @property
+    def placement(self) -> Placement | None:
+        """Which slots hold which experts now; None if the communicator was made without a placement."""
+        slots = self.engine.slots
+        return None if slots is None else slots.placement
+
+    def set_placement(self, placement: Placement) -> None:
+        """Place experts anew, from the next dispatch on. All ranks call it alike, between calls.
+
+        What was dispatched before keeps its slots, in its combine and in backward. CUDA graphs that were captured
+        before go by the new placement from their next replay on. Moving the experts' weights is the caller's.
+
+        Args:
+            placement: with the ranks, experts and ``slots_per_rank`` of the one that the communicator was made with.
+
+        Raises:
+            InvalidArgument: another number of ranks, experts or slots; the communicator was made without a placement;
+                a pending call is open; or a CUDA graph is captured. Nothing has changed.
+            PlanMismatch: the ranks passed different placements; names a rank, and the first expert whose slots differ.
+            PeerError: such an error of another rank.
+        """
+        self.engine.set_placement(placement)
+
+    def lost_experts(self) -> list[int]:
+        """List the experts that no rank has any more: all their slots are on masked ranks. Their routes count as -1."""
+        masked = self.engine.masked
+        if not masked:
+            return []
+        placement = self.placement or Placement.default(self.plan.num_experts, self.num_ranks)
+        return placement.lost_without(masked)
 
     def mask_ranks(self, ranks: Collection[int]) -> None:
         """Go on without these ranks from the next call on. All ranks that stay call it alike.

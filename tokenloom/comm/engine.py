@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -33,10 +33,13 @@ from tokenloom.backends.seam import (
     Upcoming,
     Wait,
 )
+from tokenloom.comm.placed_slots import PlacedDispatch, PlacedSlots
+from tokenloom.comm.placement import Placement, plan_of_slots, require_fits, placement_terms
 from tokenloom.errors import BackendUnavailable, CommunicatorBroken, InvalidArgument, PeerTimeout, is_known_to_all
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.rendezvous import agree
 from tokenloom.runtime.streams import SideStream, on_device
 from tokenloom.runtime.telling import Telling
 from tokenloom.runtime.torch_modes import (
@@ -129,22 +132,31 @@ class Sequence(Telling):
 class Engine:
     """Opens the calls of one communicator, tells other ranks of faults, and counts open calls.
 
+    Args:
+        plan: sizes, whose experts are those that callers name.
+        placement: where experts lie; None: expert e on rank ``e // experts_per_rank``.
+
     Attributes:
-        plan: sizes.
+        plan: sizes, whose experts are physical slots: what backends know. Without a placement they are the same.
+        caller_plan: the same sizes, whose experts are those that callers name.
+        slots: what is placed where, or None without a placement.
         ranks: the group, for small collectives beside the calls. Not to be used between the halves of a call.
         capabilities: what the backend can do.
         side_stream: the communicator's own stream, for transfers beside computation.
         open_calls: those that users have sent and not yet received.
     """
 
-    def __init__(self, plan: Plan, ranks: RankGroup, backend: Backend) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, ranks: RankGroup, backend: Backend, placement: Placement | None = None) -> None:
+        self.plan, self.caller_plan = plan_of_slots(plan, placement), plan
         self.ranks = ranks
         self.side_stream = SideStream(ranks.device)
         self.open_calls = OpenCalls(ranks.turn)
         self._backend = backend
         self._sequence: Sequence | None = None
         self._device_index = ranks.device.index
+        self.slots: PlacedSlots | None = None
+        if placement is not None:
+            self.slots = PlacedSlots(placement, ranks.rank, ranks.device, self.masked)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -152,7 +164,9 @@ class Engine:
 
     def prepare_dispatch(self, kind: DispatchKind) -> PreparedDispatch:
         """Prepare dispatches; see :meth:`tokenloom.backends.seam.Backend.prepare_dispatch`."""
-        return self._backend.prepare_dispatch(kind)
+        if self.slots is None:
+            return self._backend.prepare_dispatch(kind)
+        return PlacedDispatch(self._backend.prepare_dispatch(replace(kind, ids_dtype=torch.int32)), self)
 
     def prepare_combine(self, kind: CombineKind, number: int) -> PreparedCombine:
         """Prepare combines; see :meth:`tokenloom.backends.seam.Backend.prepare_combine`."""
@@ -196,6 +210,7 @@ class Engine:
         self.ranks.require_alive()
         with on_device(self.ranks.device):
             self._backend.check(wait)
+            self._follow_masks()
 
     def sequence(self, *upcoming: Upcoming) -> Sequence:
         """Declare the calls that all ranks are about to open, in their order, and make them inside.
@@ -319,6 +334,7 @@ class Engine:
         """
         if not self.capabilities.fused_layer:
             raise BackendUnavailable(f"backend {self.backend_name} has no fused layer; use backend='nvlink'")
+        self.require_no_placement("a fused layer")
         return self._backend.fused_layer(num_shared_experts, recipe)  # type: ignore[attr-defined]
 
     # -- the communicator's own -----------------------------------------------------------------------------
@@ -338,12 +354,59 @@ class Engine:
         self.ranks.require_alive()
         with self.ranks.turn:
             self._backend.members.mask(ranks)
+            self._follow_masks()
 
     def unmask(self, ranks: Collection[int]) -> None:
         """Take back ranks, see :meth:`tokenloom.backends.seam.Members.unmask`."""
         self.ranks.require_alive()
         with self.ranks.turn:
             self._backend.members.unmask(ranks)
+            self._follow_masks()
+
+    # -- placement ------------------------------------------------------------------------------------------
+
+    def set_placement(self, placement: Placement) -> None:
+        """Let another placement rule from the next dispatch on; see ``Communicator.set_placement``."""
+        self.ranks.require_alive()
+        with self.ranks.turn:
+            agree(self.ranks, lambda: (self._terms_of_next(placement), None), "set_placement")
+            assert self.slots is not None
+            with on_device(self.ranks.device):
+                self.slots.place(placement)
+            self.ranks.terms |= placement_terms(placement)
+
+    def _terms_of_next(self, placement: Placement) -> dict[str, Any]:
+        """Check a placement that is to rule, and name what all ranks must have alike in it."""
+        require_eager()
+        if self.slots is None:
+            raise InvalidArgument(
+                "this communicator was made without a placement; pass placement=tl.Placement.default(num_experts, "
+                "num_ranks, slots_per_rank) where it is made"
+            )
+        require_fits(placement, self.caller_plan, self.plan.experts_per_rank)
+        if self.open_calls.any_open():
+            raise InvalidArgument("a pending call is open, whose rows lie by the placement of now; receive it first")
+        if self.ranks.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument("set_placement cannot be captured; call it between replays")
+        return placement_terms(placement)
+
+    def slots_of_now(self) -> PlacedSlots:
+        """What is placed where, without the ranks that are masked by now."""
+        self._follow_masks()
+        assert self.slots is not None
+        return self.slots
+
+    def _follow_masks(self) -> None:
+        """Take the slots of masked ranks out of the table. Whatever masks ranks, calls and checks come here behind."""
+        if self.slots is not None:
+            self.slots.follow(self.masked)
+
+    def require_no_placement(self, what: str) -> None:
+        """Raise InvalidArgument where experts are placed: ``what`` has its weights by expert."""
+        if self.slots is not None:
+            raise InvalidArgument(
+                f"{what} keeps expert e on rank e // experts_per_rank; give it a communicator without placement="
+            )
 
     def memory(self) -> list[str]:
         """Lines for people about buffers that outlive a call."""

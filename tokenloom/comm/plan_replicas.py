@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenloom.errors import InvalidArgument, ShapeMismatch
+from tokenloom.comm.placement import EMPTY, Placement
+from tokenloom.errors import InvalidArgument, ShapeMismatch, a_type
 
-EMPTY = -1
 UNITS = 2**26
 """Load of all experts together, at most. Squares of it, summed over ranks, fit into 64 bits."""
 EVEN = (101, 100)
@@ -26,7 +26,43 @@ MOST_STEPS_PER_SLOT = 2
 """Limit for a search that goes on as long as it improves. It stops long before."""
 
 
-def plan_table(counts: Sequence[int], num_ranks: int, slots: int, current: np.ndarray | None = None) -> np.ndarray:
+def plan_replicas(
+    expert_counts: torch.Tensor, num_ranks: int, slots_per_rank: int, *, current: Placement | None = None
+) -> Placement:
+    """Plan which rank holds which expert, so that the fullest rank has little more than the mean.
+
+    Every spare slot goes to the expert that then has most load in one replica, up to one on each rank. Then replicas
+    go to ranks, the longest first, each to the emptiest rank with a free slot that lacks the expert; a few more are
+    exchanged until the fullest rank has at most 1.01 of the mean, as far as that goes. Where the ranks divide the
+    experts, it has never more than with :meth:`Placement.default`. An expert's replicas are taken to share its routes
+    evenly, as they do. The same counts give the same plan on every rank, in milliseconds.
+
+    Args:
+        expert_counts: routes of each expert, [E] whole or floating numbers, such as
+            :meth:`ExpertStats.sum_over_ranks`. The host reads them.
+        num_ranks: W.
+        slots_per_rank: S, at least E / W. More than that are spare slots; none of them stays empty unless all ranks
+            hold every expert.
+        current: the placement of now, to move as few experts as possible from it. Steps change it one or two experts
+            at a time, until its fullest rank has at most 1.05 of the load that a fresh plan gives. If they do not get
+            there, or more experts would travel, it is the fresh plan, with its ranks in the order that moves fewest.
+
+    Raises:
+        ShapeMismatch: the counts are no tensor [E].
+        InvalidArgument: a count is negative or not finite, there are fewer slots than experts, or ``current`` has
+            other sizes.
+    """
+    counts = _read_counts(expert_counts)
+    _require_sizes(len(counts), num_ranks, slots_per_rank)
+    now = None
+    if current is not None:
+        _require_same_sizes(current, len(counts), num_ranks, slots_per_rank)
+        now = current.to_tensor().numpy()
+    table = _plan_table(counts, num_ranks, slots_per_rank, now)
+    return Placement(torch.from_numpy(table), num_experts=len(counts))
+
+
+def _plan_table(counts: Sequence[int], num_ranks: int, slots: int, current: np.ndarray | None = None) -> np.ndarray:
     """Plan from whole numbers.
 
     Args:
@@ -54,38 +90,6 @@ def copies(old: np.ndarray, new: np.ndarray) -> int:
     return sum(
         len(set(map(int, after)) - set(map(int, before)) - {EMPTY}) for before, after in zip(old, new, strict=True)
     )
-
-
-def rank_loads(counts: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Count the routes of each rank under a placement.
-
-    Route i of an expert from source rank s goes to the expert's slot (s + i) mod (number of its slots).
-
-    Args:
-        counts: int64 [W, E], routes by source rank and expert.
-        table: [W, S], experts by rank and slot, -1 for an empty slot.
-
-    Returns:
-        int64 [W] on the CPU.
-    """
-    by_source, loads = counts.cpu().numpy(), np.zeros(len(table), dtype=np.int64)
-    sources = np.arange(len(by_source))
-    ranks_of: dict[int, list[int]] = {}
-    for rank, experts in enumerate(table.tolist()):
-        for expert in experts:
-            if expert != EMPTY:
-                ranks_of.setdefault(expert, []).append(rank)
-    for expert, ranks in ranks_of.items():
-        whole, rest = np.divmod(by_source[:, expert], len(ranks))
-        for place, rank in enumerate(ranks):
-            loads[rank] += (whole + ((place - sources) % len(ranks) < rest)).sum()
-    return torch.from_numpy(loads)
-
-
-def default_table(num_experts: int, num_ranks: int, slots: int) -> np.ndarray:
-    """Expert e on rank e // L, in the first L of its slots: int64 [W, S]. L = E / W."""
-    experts = np.arange(num_experts, dtype=np.int64).reshape(num_ranks, -1)
-    return np.pad(experts, ((0, 0), (0, slots - experts.shape[1])), constant_values=EMPTY)
 
 
 def _in_units(counts: Sequence[int]) -> np.ndarray:
@@ -210,7 +214,7 @@ def _fresh(loads: np.ndarray, num_ranks: int, slots: int) -> _Table:
     even = int(loads.sum()) * EVEN[0] // (EVEN[1] * num_ranks)
     plan.improve(even)
     if len(loads) % num_ranks == 0:
-        default = _Table(loads, default_table(len(loads), num_ranks, slots))
+        default = _Table(loads, Placement.default(len(loads), num_ranks, slots).to_tensor().numpy())
         if default.fullest < plan.fullest:  # as a plan by the longest first may be by a little
             default.improve(even)
             return default
@@ -291,7 +295,7 @@ def _along(fresh: np.ndarray, current: np.ndarray) -> np.ndarray:
     return table
 
 
-def read_counts(expert_counts: Any) -> list[int]:
+def _read_counts(expert_counts: Any) -> list[int]:
     """Counts as whole numbers, in proportion. Reads them from their device.
 
     Raises:
@@ -299,7 +303,7 @@ def read_counts(expert_counts: Any) -> list[int]:
         InvalidArgument: a count is negative or not finite.
     """
     if not isinstance(expert_counts, torch.Tensor) or expert_counts.dim() != 1 or not len(expert_counts):
-        shape = list(expert_counts.shape) if isinstance(expert_counts, torch.Tensor) else type(expert_counts).__name__
+        shape = list(expert_counts.shape) if isinstance(expert_counts, torch.Tensor) else a_type(expert_counts)
         raise ShapeMismatch(
             f"expert_counts is {shape}, expected a tensor [num_experts] of routes; sum those of several layers first"
         )
@@ -320,7 +324,7 @@ def read_counts(expert_counts: Any) -> list[int]:
     return [round(value / largest * UNITS) for value in values]
 
 
-def require_sizes(num_experts: int, num_ranks: Any, slots_per_rank: Any) -> None:
+def _require_sizes(num_experts: int, num_ranks: Any, slots_per_rank: Any) -> None:
     """Check that these ranks have a slot for each expert.
 
     Raises:
@@ -333,4 +337,18 @@ def require_sizes(num_experts: int, num_ranks: Any, slots_per_rank: Any) -> None
         raise InvalidArgument(
             f"slots_per_rank is {slots_per_rank}, expected at least {-(-num_experts // num_ranks)}: {num_experts} "
             f"experts on {num_ranks} ranks need a slot each"
+        )
+
+
+def _require_same_sizes(current: object, num_experts: int, num_ranks: int, slots_per_rank: int) -> None:
+    if not isinstance(current, Placement):
+        raise InvalidArgument(f"current is {a_type(current)}, expected a tokenloom.Placement")
+    if (current.num_ranks, current.slots_per_rank) != (num_ranks, slots_per_rank):
+        raise InvalidArgument(
+            f"current has {current.num_ranks} ranks with {current.slots_per_rank} slots, expected {num_ranks} with "
+            f"{slots_per_rank}; pass its sizes, or leave current out"
+        )
+    if current.num_experts != num_experts:
+        raise InvalidArgument(
+            f"current has {current.num_experts} experts, expert_counts has {num_experts}; count all its experts"
         )

@@ -26,6 +26,7 @@ class Routed:
     """Rows that a dispatch brought to this rank, with their counts. Tensors are made when they are first read.
 
     L is experts per rank, M ``max_tokens_per_rank``, S ``capacity`` of layout "slots", W the number of ranks.
+    With a placement L is slots per rank, and a local expert is a local slot, whose expert ``slot_experts`` tells.
 
     Attributes:
         layout: "token", "expert", "rank" or "slots".
@@ -35,7 +36,7 @@ class Routed:
     """For :func:`tokenloom.runtime.streams.tensors_in`."""
 
     layout: Layout
-    _owner: object
+    _owner: Any
     _plan: Plan
     _handle: Handle
     _rows: torch.Tensor | NoRows
@@ -45,6 +46,7 @@ class Routed:
     _out: DispatchOut | None = None
     _late_weights: torch.Tensor | None = None
     _scale_words: int | None = None
+    _slot_experts: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -151,6 +153,17 @@ class Routed:
         return self._counted("expert_counts")
 
     @cached_property
+    def slot_experts(self) -> torch.Tensor:
+        """int32 [L], the expert that each slot of this rank held at the dispatch, -1 for none. Not to be changed.
+
+        Without a placement they are those of this rank, ascending. Of a captured dispatch they follow the placement.
+        """
+        if self._slot_experts is not None:
+            return self._slot_experts
+        first, local = self._owner.rank * self._plan.experts_per_rank, self._plan.experts_per_rank
+        return torch.arange(first, first + local, dtype=torch.int32, device=self._owner.device)
+
+    @cached_property
     def slot_ranges(self) -> torch.Tensor | None:
         """int32 [L, W, 2], first place and number of places of each source rank among those of each local expert
         (layout "slots", else None)."""
@@ -185,13 +198,20 @@ class Routed:
         """[T, K]: the ids that were dispatched, or those that took their place."""
         return self._handle.ids()
 
+    def keep_slot_experts(self, slot_experts: torch.Tensor) -> None:
+        """Remember the placement of the dispatch, for ``slot_experts``."""
+        self.__dict__["_slot_experts"] = slot_experts
+
     def replace_ids(self, topk_ids: torch.Tensor) -> None:
         """Let later calls of this dispatch read equal ids elsewhere, so that those that were given may be changed.
+
+        With a placement nothing reads those that were given.
 
         Args:
             topk_ids: of the same shape, dtype, values and device as those that were dispatched; contiguous.
         """
-        self._handle.use_ids(topk_ids)
+        if self._slot_experts is None:
+            self._handle.use_ids(topk_ids)
 
     def let_go(self) -> None:
         """Forget rows and scales, which somebody else holds: what is left serves ``combine``, and knows their shape.
@@ -223,6 +243,8 @@ class Routed:
         given = (self._owner, self._plan, self._handle, self._rows, None, True, self._ids_dtype, self._out)
         made = Routed(*given, self._scale_words)
         made.__dict__["_late_weights"] = weights
+        if self._slot_experts is not None:
+            made.keep_slot_experts(self._slot_experts)
         return made
 
     # -- for combine ----------------------------------------------------------------------------------------

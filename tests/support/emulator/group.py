@@ -38,6 +38,7 @@ from tokenloom.backends.peers.backend import NvlinkBackend
 from tokenloom.comm import communicator, communicators_by_shape
 from tokenloom.comm.calls import Kinds
 from tokenloom.comm.engine import Engine
+from tokenloom.comm.placement import plan_of_slots
 from tokenloom.errors import PeerTimeout
 from tokenloom.jit import kernel
 from tokenloom.jit.compiler import NO_PRELUDE
@@ -411,7 +412,8 @@ def _make_backend(
 
 def _make_communicator(self: tl.Communicator, group: object = None, **options: Any) -> None:
     sizes = {name: options.pop(name) for name in ("num_experts", "hidden", "top_k", "max_tokens_per_rank")}
-    plan = Plan(here.group.num_ranks, **sizes)
+    plan, placement = Plan(here.group.num_ranks, **sizes), options.get("placement")
+    of_slots = plan_of_slots(plan, placement)
     rejoins = options.get("rejoin", False)
     make_ranks = RanksOnStreams if options.get("backend") == "padded" else FakeRanks
     ranks = make_ranks(options.get("timeout_s", 30.0), rejoins, options.get("ranks_per_node"))
@@ -422,13 +424,13 @@ def _make_communicator(self: tl.Communicator, group: object = None, **options: A
     self._new_backend = partial(  # type: ignore[attr-defined]
         _make_backend, ranks, sizes_of_calls, options.get("dtype"), options.get("backend"), options.get("transport")
     )
-    backend: Any = self._new_backend(plan)  # type: ignore[attr-defined]
+    backend: Any = self._new_backend(of_slots)  # type: ignore[attr-defined]
     if options.get("on_timeout") == "mask" and not rejoins:
         backend.mask_late()
     if ranks.masks_late:
         here.late = backend
     self._choice = SimpleNamespace(backend=backend, why="emulated", not_picked=[])  # type: ignore[assignment]
-    self.engine = Engine(plan, ranks, backend)
+    self.engine = Engine(plan, ranks, backend, placement)
     self.kinds = Kinds(self.engine)
 
 

@@ -1,0 +1,60 @@
+// Expert ids to physical slots: which of its expert's slots each route goes to.
+//
+// A route of expert e goes to slot number (rank + n) % (slots of e), where n is its index among this rank's routes of e.
+// Each block takes as many routes as it has threads. It counts the routes before them by itself: ids are few bytes, and
+// blocks that told each other would wait longer. Experts with one slot are not counted.
+#pragma once
+#include "device/ptx/types.cuh"
+#include "device/tile/routes.cuh"
+
+struct SlotsOfRoutesArgs {
+    const void* topk_ids;  // [routes], int32 or int64
+    int32* slot_ids;       // [routes], rank * slots_per_rank + slot, or -1
+    const int32* starts;   // [E + 1], where the slots of each expert begin in `slots`
+    const int32* slots;    // slots of all experts, ascending for each
+    int64 routes;
+    int32 ids_are_int64;
+    int32 rank;
+};
+
+// Adds the routes before `end` to the counts of experts that have several slots.
+template <class Shape, class Id>
+__device__ void count_routes_before(const Id* ids, int64 end, const int32* starts, int32* counts) {
+#pragma unroll 8
+    for (int64 i = threadIdx.x; i < end; i += Shape::threads) {
+        const int32 expert = expert_of_id<Shape::num_experts>(ids[i]);
+        if (expert >= 0 && starts[expert + 1] - starts[expert] > 1) atomicAdd(&counts[expert], 1);
+    }
+}
+
+template <class Shape>
+__device__ void slots_of_routes(const SlotsOfRoutesArgs& args) {
+    __shared__ int32 starts[Shape::num_experts + 1];
+    __shared__ int32 counts[Shape::num_experts];
+    const int64 first = static_cast<int64>(blockIdx.x) * Shape::threads, route = first + threadIdx.x;
+    for (int e = threadIdx.x; e <= Shape::num_experts; e += Shape::threads) starts[e] = args.starts[e];
+    for (int e = threadIdx.x; e < Shape::num_experts; e += Shape::threads) counts[e] = 0;
+    __syncthreads();
+    if (args.ids_are_int64)
+        count_routes_before<Shape>(static_cast<const int64*>(args.topk_ids), first, starts, counts);
+    else count_routes_before<Shape>(static_cast<const int32*>(args.topk_ids), first, starts, counts);
+    const int32 expert =
+        route < args.routes ? expert_of<Shape::num_experts>(args.topk_ids, args.ids_are_int64, route) : -1;
+    const int32 begin = expert >= 0 ? starts[expert] : 0;
+    const int32 replicas = expert >= 0 ? starts[expert + 1] - begin : 0;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint32 same = __match_any_sync(~0u, expert);
+    const int32 earlier = __popc(same & ((1u << lane) - 1));
+    int32 index = earlier;
+    // Warps take turns, since their order is that of the routes.
+    const bool counts_here = replicas > 1;
+    for (int w = 0; w < Shape::threads / 32; ++w) {
+        __syncthreads();
+        if (w != warp) continue;
+        if (counts_here) index += counts[expert];
+        __syncwarp();
+        if (counts_here && earlier == 0) counts[expert] += __popc(same);
+    }
+    if (route < args.routes)
+        args.slot_ids[route] = replicas > 0 ? args.slots[begin + (args.rank + index) % replicas] : -1;
+}
