@@ -49,8 +49,8 @@ def problems(draw: st.DrawFn) -> tuple[list[int], int, int]:
 @settings(max_examples=150, deadline=None)
 @given(problems(), st.data())
 def test_what_every_plan_keeps(problem: tuple[list[int], int, int], data: st.DataObject) -> None:
-    """Each expert has a slot, a rank holds it once at most, no slot stays empty that a replica could take, and the
-    fullest rank has no more than by default. From a placement of now it is the same, and near what a fresh plan has."""
+    """Each expert has a slot, a rank holds it once at most, and the fullest rank has no more than by default. A plan
+    that goes from another one is near a fresh one, and moves no more."""
     counts, num_ranks, slots = problem
     num_experts = len(counts)
     table = plan(counts, num_ranks, slots)
@@ -61,17 +61,19 @@ def test_what_every_plan_keeps(problem: tuple[list[int], int, int], data: st.Dat
     assert set(table.flatten().tolist()) - {EMPTY} == set(range(num_experts))
     if num_experts % num_ranks == 0:
         default = tl.Placement.default(num_experts, num_ranks, slots).to_tensor().numpy()
-        assert fullest(counts, table) <= fullest(counts, default) * (1 + 1e-9)
-    moved = plan(data.draw(st.permutations(counts)), num_ranks, slots, table)
+        assert fullest(counts, table) <= fullest(counts, default) * (1 + 1e-5)
+    others = data.draw(st.permutations(counts))
+    moved, fresh = plan(others, num_ranks, slots, table), plan(others, num_ranks, slots)
     assert set(moved.flatten().tolist()) - {EMPTY} == set(range(num_experts))
-    assert copies(table, table) == 0
+    assert fullest(others, moved) <= 1.05 * fullest(others, fresh) * (1 + 1e-6)
+    assert copies(table, moved) <= copies(table, fresh)
 
 
 @pytest.mark.parametrize("num_ranks", [8, 64])
 @pytest.mark.parametrize("sigma", [0.0, 0.6, 1.2])
 def test_a_plan_is_even_and_quick(num_ranks: int, sigma: float) -> None:
-    """256 experts with one spare slot a rank: the fullest rank has at most 1% over the mean where a lognormal popularity
-    is to be served, in milliseconds (here an order more, since others use the machine), and twice the same."""
+    """256 experts of lognormal popularity with a spare slot a rank: the fullest rank has at most 1% over the mean.
+    It takes milliseconds; the limit is some tens of them, since others use the machine. Twice it is the same."""
     counts = lognormal(256, sigma, seed=num_ranks)
     slots = 256 // num_ranks + 1
     began = time.perf_counter()
@@ -80,7 +82,9 @@ def test_a_plan_is_even_and_quick(num_ranks: int, sigma: float) -> None:
     assert fullest(counts, table) <= 1.01 * sum(counts) / num_ranks * (1 + 1e-6)
     assert (table != EMPTY).all(), "spare slots are used"
     assert np.array_equal(plan(counts, num_ranks, slots), table)
-    assert np.array_equal(plan(torch.tensor(counts, dtype=torch.float64) * 0.3, num_ranks, slots), table)
+    assert np.array_equal(plan(torch.tensor(counts, dtype=torch.float64), num_ranks, slots), table)
+    decayed = torch.tensor(counts, dtype=torch.float64) * 0.3
+    assert fullest(decayed, plan(decayed, num_ranks, slots)) <= 1.01 * float(decayed.sum()) / num_ranks * (1 + 1e-6)
 
 
 def test_one_hot() -> None:
@@ -169,5 +173,5 @@ def test_a_placement_of_other_sizes_is_refused(table: list[list[int]], said: str
     current = tl.Placement(torch.tensor(table), num_experts=int(np.max(table)) + 1)
     with pytest.raises(tl.InvalidArgument, match=said):
         tl.plan_replicas(torch.ones(4), 2, 3, current=current)
-    with pytest.raises(tl.InvalidArgument, match="current is .*list.*, expected a tokenloom.Placement"):
+    with pytest.raises(tl.InvalidArgument, match="current is a list, expected"):
         tl.plan_replicas(torch.ones(4), 2, 3, current=table)  # type: ignore[arg-type]

@@ -89,9 +89,7 @@ class Placement:
         if slots_per_rank is None:
             slots_per_rank = local
         if isinstance(slots_per_rank, bool) or not isinstance(slots_per_rank, int) or slots_per_rank < local:
-            raise InvalidArgument(
-                f"slots_per_rank is {slots_per_rank!r}, expected at least {local}: experts of a rank"
-            )
+            raise InvalidArgument(f"slots_per_rank is {slots_per_rank!r}, expected at least {local}: experts of a rank")
         table = torch.full((num_ranks, slots_per_rank), EMPTY, dtype=torch.int64, device="cpu")
         table[:, :local] = torch.arange(num_experts, device="cpu").view(num_ranks, local)
         return cls(table, num_experts=num_experts)

@@ -41,8 +41,8 @@ def plan_replicas(
         expert_counts: routes of each expert, [E] whole or floating numbers, such as
             :meth:`ExpertStats.sum_over_ranks`. The host reads them.
         num_ranks: W.
-        slots_per_rank: S, at least E / W. More than that are spare slots; none of them stays empty unless all ranks
-            hold every expert.
+        slots_per_rank: S, at least E / W. More than that are spare slots. They stay empty only where all ranks hold
+            every expert, or where no plan with replicas is better than the default placement.
         current: the placement of now, to move as few experts as possible from it. Steps change it one or two experts
             at a time, until its fullest rank has at most 1.05 of the load that a fresh plan gives. If they do not get
             there, or more experts would travel, it is the fresh plan, with its ranks in the order that moves fewest.
@@ -215,7 +215,8 @@ def _fresh(loads: np.ndarray, num_ranks: int, slots: int) -> _Table:
     plan.improve(even)
     if len(loads) % num_ranks == 0:
         default = _Table(loads, Placement.default(len(loads), num_ranks, slots).to_tensor().numpy())
-        if default.fullest < plan.fullest:  # as a plan by the longest first may be by a little
+        # The longest first may come out worse. Shares that were rounded up, one for each slot, do not tell.
+        if default.fullest < plan.fullest - slots:
             default.improve(even)
             return default
     return plan
