@@ -48,7 +48,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--thiek", "97,32,24,16,3"], "97 tokens, those of all ranks, expected a multiple of the 2 ranks; pass 98"),
         (["--thiek", "96,32,24,15,3"], "--num-experts is 15, expected a multiple of the 2 ranks"),
         (["--thiek", "96,32,24,2,3"], "--top-k is 3, expected at most 2"),
-        (["--thiek", "96,8,24,24,3", "--skew", "1"], "--hidden is 8, expected at least 24"),
+        (["--thiek", "96,8,24,24,3", "--max-vio", "1"], "--hidden is 8, expected at least 24"),
         (["--thiek", "96,32,24,24,3", "--dtype", "fp16"], "--dtype"),
         (["--thiek", "96,32,24,24,3", "--strategy", "dedup"], "expected two names, such as dedup,dedup"),
         (["--thiek", "96,32,24,24,3", "--strategy", "dedup,pigeon"], "strategy of combine is 'pigeon'"),

@@ -118,7 +118,7 @@ def measure_with(context: RankContext, changes: dict[str, Any], shape: TrainShap
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": "fp32", "skew": 1.0, "redispatch_in_backward": True},
+        {"dtype": "fp32", "max_vio": 1.0, "redispatch_in_backward": True},
         {"strategy": tl.Strategy("dedup", "all_to_all"), "pool_rows": 300, "overlap": False},
     ],
     ids=["fp32, skewed, sent again", "all-to-all, pool"],

@@ -26,11 +26,11 @@ OPTIONS = TrainOptions("bf16", 0.0, None, True, False, None, True, 3)
 
 
 def test_skewed_tokens_go_where_they_are_drawn_to() -> None:
-    """The router chooses what Zipf's law drew, in spite of rounding; without a skew it chooses by itself."""
+    """The router chooses what was drawn, in spite of rounding; without a MaxVio it chooses by itself."""
     router, w1, w2 = (torch.randn(sizes).bfloat16() for sizes in ((16, 64), (16, 8, 64), (16, 64, 4)))
     weights = Weights(router, (w1, w2))
     weights.router.mul_(0.1)
-    problem = make_problem(500, weights, 3, skew=1.2, seed=5)
+    problem = make_problem(500, weights, 3, max_vio=1.2, seed=5)
     _, ids = choose(problem, 3)
     drawn = draw_topk_ids(5, 500, 16, 3, 1.2)
     assert ids.sort().values.tolist() == drawn.sort().values.tolist()

@@ -79,7 +79,7 @@ def _plan_table(counts: Sequence[int], num_ranks: int, slots: int, current: np.n
     limit = fresh.fullest * NEAR[0] // NEAR[1]
     kept = _Table(loads, current)
     kept.improve(limit)
-    plans = [_along(fresh.table, current)]
+    plans = [_along(fresh.table, current), fresh.ascending()]
     if kept.fullest <= limit:
         plans.append(kept.table)
     return min(plans, key=lambda table: (copies(current, table), _Table(loads, table).fullest))

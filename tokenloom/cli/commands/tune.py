@@ -12,10 +12,10 @@ from tokenloom.cli.options import (
     Hidden,
     Intermediate,
     JsonFile,
+    MaxVio,
     NumExperts,
     OnDevice,
     Ranks,
-    Skew,
     Tokens,
     TopK,
     choice_option,
@@ -35,7 +35,7 @@ def tune(
     top_k: TopK,
     dtype: Annotated[str, choice_option("--dtype", DTYPES, "Dtype of the layer's parameters.")] = "bf16",
     ranks: Ranks = None,
-    skew: Skew = 0.0,
+    max_vio: MaxVio = 0.0,
     backend: Annotated[
         str, text_option("--backend", "NAME", "A backend as `tokenloom doctor` names it, or auto.")
     ] = "auto",
@@ -56,7 +56,7 @@ def tune(
         CallSizes(tokens, hidden, top_k, num_experts),
         intermediate=intermediate,
         dtype=dtype,
-        skew=skew,
+        max_vio=max_vio,
         backend=backend,
         iterations=iterations,
     )
