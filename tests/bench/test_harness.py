@@ -75,7 +75,7 @@ def run(device: str) -> Run:
 
 
 def of_tune(iterations: int) -> None:
-    options: dict[str, Any] = {"dtype": "bf16", "max_vio": 0.0, "backend": "auto"}
+    options: dict[str, Any] = {"dtype": "bf16", "backend": "auto"}
     tune.run_tune(run("cpu"), SHAPE, intermediate=64, iterations=iterations, **options)
 
 

@@ -32,6 +32,10 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--top-k", "9", "--num-experts", "8"], "--top-k is 9, expected at most 8"),
         (["--hidden", "200"], "--hidden is 200, expected a multiple of 128 for FP8 rows; leave them out"),
         (["--backends", "nvlink"], "nothing to measure, because nvlink"),
+        (["--max-vio", "1,-1"], "--max-vio is -1, expected a number of at least 0"),
+        (["--max-vio", "0.2,much"], "--max-vio is much, expected a number of at least 0"),
+        (["--max-vio", "3", "--num-experts", "8", "--top-k", "2"], "--max-vio is 3, expected less than 3"),
+        (["--spare-slots", "0"], "--spare-slots is 0, expected a whole number of at least 1"),
     ],
     "bench mega": [
         (["--against", "somebody"], "--against"),

@@ -107,7 +107,8 @@ def test_both_ways_to_say_the_sizes(sizes: list[str], monkeypatch: pytest.Monkey
     monkeypatch.setattr(train, "run_train", lambda *arguments: given.append(arguments) or True)
     done = CliRunner().invoke(app.app, [*COMMAND, *sizes, "--dtype", "fp32"])
     assert done.exit_code == 0, done.output
-    ((run, shape, options),) = given
+    ((run, shape, options, max_vios),) = given
+    assert max_vios == [0.0]
     assert (run.num_ranks, run.device, shape, options.dtype) == (2, "cpu", SHAPE, "fp32")
 
 

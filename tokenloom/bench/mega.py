@@ -527,15 +527,8 @@ def table(rows: Sequence[MegaRow]) -> Table:
     others = any(row.who != OURS for row in rows)
     skewed = any(row.setup["max_vio"] for row in rows)
     stages = list(rows[0].stages_us) if rows else []
-    headers = [
-        "tokens",
-        *(["MaxVio", "fullest\nrank"] if skewed else []),
-        *(["layer"] if others else []),
-        "p50\nµs",
-        "steady\nµs",
-        "events\nµs",
-        "TFLOP\n/s",
-    ]
+    headers = ["tokens", *(["MaxVio", "fullest\nrank"] if skewed else []), *(["layer"] if others else [])]
+    headers += ["p50\nµs", "steady\nµs", "events\nµs", "TFLOP\n/s"]
     headers += ["HBM\nGB/s", "NVLink\nGB/s", "floor\nµs", "taken\nGB", *(["times\nours"] if others else [])]
     headers += [f"{stage}\nµs" for stage in stages]
     # With two more columns it takes all of a console 120 wide.

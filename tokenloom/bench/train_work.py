@@ -160,7 +160,8 @@ def require_steerable(num_experts: int, hidden: int) -> None:
     """Check that tokens exist which the router sends wherever a draw wants them."""
     if num_experts > hidden:
         raise InvalidArgument(
-            f"hidden is {hidden}, expected at least {num_experts}, the experts, for a routing that is drawn; leave --max-vio out"
+            f"hidden is {hidden}, expected at least {num_experts}, the experts, for a routing that is drawn; "
+            "leave --max-vio out"
         )
 
 

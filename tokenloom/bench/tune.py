@@ -19,15 +19,12 @@ from tokenloom.runtime.processes import RankContext
 from tokenloom.tune.profiler import Profile, profile
 
 
-def run_tune(
-    run: Run, shape: CallSizes, *, intermediate: int, dtype: str, max_vio: float, backend: str, iterations: int
-) -> bool:
+def run_tune(run: Run, shape: CallSizes, *, intermediate: int, dtype: str, backend: str, iterations: int) -> bool:
     """Measure, print a table, keep the choice, write the file that was asked for; return whether it was kept."""
     transport, device, sizes = TRANSPORTS[run.device], torch.device(run.device), shape.plan(run.num_ranks)
     here = registry.availability(transport, device, sizes, DTYPES[dtype], name=backend)
     registry.choose(backend, [here])  # or a rank would say it, with its traceback
     options: dict[str, Any] = {"intermediate": intermediate, "dtype": DTYPES[dtype], "backend": backend}
-    options["max_vio"] = max_vio
     options |= {"iterations": iterations, "limit_s": limit_s(iterations)}
     with run.ranks() as (pool, _):
         found = pool.run(profile_on_rank, **asdict(shape), **options)[0]

@@ -175,7 +175,7 @@ class Inputs:
         return replace(self, **_rows_of(self.shape, routing))
 
 
-def _rows_of(shape: CallSizes, routing: Routing) -> dict[str, int]:
+def _rows_of(shape: CallSizes, routing: Routing) -> dict[str, Any]:
     routes = routing.routes
     slot_rows = -(-int(routes.max()) // SLOT_STEP) * SLOT_STEP
     most = routing.plan.num_ranks * shape.num_tokens

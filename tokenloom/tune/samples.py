@@ -87,8 +87,8 @@ def draw_topk_ids(
         num_tokens: T.
         num_experts: E.
         top_k: K.
-        max_vio: how uneven the expected loads of experts are, see :func:`popularity`. 0 makes all alike. All ranks have
-            the same favourites.
+        max_vio: how uneven the expected loads of experts are, see :func:`popularity`. 0 makes all alike. Favourites
+            are the same on all ranks.
         masked_ratio: share of routes that are -1.
 
     Returns:

@@ -143,9 +143,8 @@ def comm(
     counts, sms = numbers("--tokens", tokens), numbers("--num-sms", num_sms)
     num_ranks, where = pick_ranks(ranks, device, least=1)
     require_nodes(ranks_per_node, num_ranks)
-    shapes = comm_work.shapes_for(
-        names, where, counts, max_vios(max_vio), hidden=hidden, num_experts=num_experts, top_k=top_k
-    )
+    sizes = {"hidden": hidden, "num_experts": num_experts, "top_k": top_k}
+    shapes = comm_work.shapes_for(names, where, counts, max_vios(max_vio), **sizes)
     parts = [] if only is None else only.split(",")
     if "" in parts:
         said = f"is {only!r}, expected no empty part, which is in every name"

@@ -53,10 +53,9 @@ def tune(
     require_known("--backend", [backend], ["auto", *registry.names()])
     kept = run_tune(
         Run(console(), num_ranks, where, sys.argv[1:], json_file),
-        CallSizes(tokens, hidden, top_k, num_experts),
+        CallSizes(tokens, hidden, top_k, num_experts, max_vio),
         intermediate=intermediate,
         dtype=dtype,
-        max_vio=max_vio,
         backend=backend,
         iterations=iterations,
     )
