@@ -224,8 +224,8 @@ def test_a_chart_shows_every_row(tmp_path: Path) -> None:
 def test_command_of_skewed_routings(
     pools: Callable[[str], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two routings, each without and with replicas, side by side: rows say how uneven they are and how full the fullest
-    rank is, which is emptier with replicas; and the chart has a curve for each, over MaxVio."""
+    """Two routings, each without and with replicas, side by side: rows say how uneven they are, and how full the
+    fullest rank is, which replicas make emptier. The chart has a curve for each, over MaxVio."""
     figures = pytest.importorskip("matplotlib.figure")
     json_file, png_file = tmp_path / "rows.json", tmp_path / "chart.png"
     command = ["bench", "comm", "--device", "cpu", "--ranks", "2", "--iterations", "1", "--case", "small"]
@@ -254,4 +254,4 @@ def test_command_of_skewed_routings(
             "collective, wall",
             "collective, wall, 2 spare slots a rank",
         ]
-        assert all(line.get_xdata() == [0.0, 2.0] for line in axes.lines)
+        assert all(list(line.get_xdata()) == [0.0, 2.0] for line in axes.lines)

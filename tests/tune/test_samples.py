@@ -14,16 +14,16 @@ from tokenloom.tune.samples import draw_topk_ids, popularity
     ("num_experts", "top_k", "wanted"), [(256, 8, 0.2), (256, 8, 1.0), (256, 8, 4.0), (256, 8, 25.0), (16, 2, 1.0)]
 )
 def test_drawn_loads_have_the_max_vio(num_experts: int, top_k: int, wanted: float) -> None:
-    """Of many tokens, within what clocks that ring by themselves differ from draws of K: 4% of the favourite's load.
-    The same experts are favourites on all ranks, and a token never draws one twice."""
+    """The favourite of all ranks gets as much as it should, within 6%: it has about 1,000 routes, whose number varies by
+    3%. A token never draws an expert twice."""
     loads = torch.zeros(num_experts, dtype=torch.int64)
     for rank in range(4):
         ids = draw_topk_ids(rank, 8192, num_experts, top_k, wanted)
         assert (ids.sort().values.diff() > 0).all()
         loads += ids.flatten().bincount(minlength=num_experts)
-    assert 1 + float(max_vio(loads)) == pytest.approx(1 + wanted, rel=0.04)
-    first = torch.arange(num_experts)[popularity(num_experts, top_k, wanted) == 1]
-    assert int(loads.argmax()) in first
+    favourite = loads[popularity(num_experts, top_k, wanted).argmax()]
+    assert float(favourite / loads.double().mean()) == pytest.approx(1 + wanted, rel=0.06)
+    assert float(max_vio(loads)) == pytest.approx(wanted, abs=0.1 + 0.06 * wanted), "nobody else gets more"
 
 
 def test_popularity_is_lognormal_and_shuffled() -> None:
@@ -35,7 +35,7 @@ def test_popularity_is_lognormal_and_shuffled() -> None:
     sigma = logs.std() / quantiles.std()
     torch.testing.assert_close(logs, sigma * (quantiles - quantiles.max()))
     hot = chances.topk(32).indices
-    assert {int(each) // 32 for each in hot} == set(range(8)), "eight ranks have a hot expert each, at least"
+    assert len({int(each) // 32 for each in hot}) > 5, "hot experts are on many of eight ranks"
     assert popularity(8, 2, 0.0).tolist() == [1.0] * 8
 
 
@@ -44,7 +44,7 @@ def test_popularity_is_lognormal_and_shuffled() -> None:
     [
         (
             31.0,
-            r"max_vio is 31, expected less than 31: with top-8 of 256 experts, no expert can have 32 times the mean",
+            r"max_vio is 31, expected less than 31: with top-8 of 256 experts, no expert can have 32 times",
         ),
         (-0.5, "max_vio is -0.5, expected a number of at least 0"),
         (float("nan"), "max_vio is nan"),
