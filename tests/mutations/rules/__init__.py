@@ -25,6 +25,7 @@ from tests.mutations.rules import (
     nodes,
     ops,
     reference,
+    replicas,
     runtime,
     training,
 )
@@ -54,4 +55,5 @@ MUTATIONS = (
     + inside_nodes.MUTATIONS
     + gin.MUTATIONS
     + check_network.MUTATIONS
+    + replicas.MUTATIONS
 )
