@@ -71,8 +71,8 @@ def place(
         masked: ranks whose slots count for nothing.
 
     Returns:
-        The plan whose experts are all slots of all ranks, and int64 [T, K] of each rank: rank * slots of a rank + slot,
-        -1 where the expert has no slot.
+        The plan whose experts are all slots of all ranks; and int64 [T, K] of each rank, rank * slots of a rank +
+        slot, -1 where the expert has no slot.
     """
     slots_per_rank = len(table[0])
     placed = []

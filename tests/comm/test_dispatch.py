@@ -295,7 +295,7 @@ def test_what_a_handle_keeps_has_no_graph() -> None:
     x = torch.ones(3, 4, requires_grad=True)
     handle: Any = SimpleNamespace(topk_weights=weights.detach().clone(), rows=x.detach().clone())
     engine: Any = None  # which backward asks
-    outputs = autograd.dispatched(engine, handle, handle.rows, x, weights)
+    outputs = autograd.dispatched(engine, handle, handle.rows, autograd.GradientOrder(), x, weights)
     assert all(output is not None and output.requires_grad for output in outputs)
     assert handle.rows.grad_fn is None
     assert handle.topk_weights.grad_fn is None

@@ -209,7 +209,9 @@ def test_another_device() -> None:
     """By its number, where only that differs."""
     given, other = dispatch_tensors(), torch.device("cpu", 1)
     kind = DispatchKind(DispatchOptions("token", 1, "bounded", CAPACITY), BF16, torch.int64)
-    assert not checks.dispatch_glance(PLAN, SENDS, other, kind, PLAN.num_experts)(given["x"], None, given["ids"], None, None)
+    assert not checks.dispatch_glance(PLAN, SENDS, other, kind, PLAN.num_experts)(
+        given["x"], None, given["ids"], None, None
+    )
     combine = checks.combine_glance(PLAN, other, CombineOptions(False, BF16, BF16, False))
     assert not combine(given["x"], None, given["x"].shape, T, None)
     assert not checks.fits_like(given["x"], (T, 256), BF16, other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.one_gpu import DEVICE, EMULATED, make_kernel, needs_one_gpu, run
+from tests.kernels.one_gpu import DEVICE, make_kernel, needs_one_gpu, run
 from tests.support.placements import drawn_placement
 from tokenloom import reference
 from tokenloom.kernels.slots_of_routes.launch import THREADS, SlotsOfRoutesVariant, point

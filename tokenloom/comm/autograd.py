@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tokenloom.backends.seam import (
+    STRATEGY_OF_MODE,
     SWAPPED,
     CombineOptions,
     Handle,
@@ -20,11 +21,27 @@ from tokenloom.comm.engine import Engine
 from tokenloom.runtime.torch_modes import settled
 
 
+class GradientOrder:
+    """The order in which the gradient of one dispatch is summed. A combine of its rows may change it.
+
+    Attributes:
+        per_route: every route's gradient comes home by itself, in ascending k, as a combine with ``mode="per_route"``
+            brought its row. Then neither depends on where experts are.
+    """
+
+    per_route = False
+
+
 def dispatched(
-    engine: Engine, handle: Handle, rows: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None
+    engine: Engine,
+    handle: Handle,
+    rows: torch.Tensor,
+    order: GradientOrder,
+    x: torch.Tensor,
+    weights: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Tie what a dispatch received to x [T, H] and weights [T, K] at home: (rows, received weights)."""
-    return _Dispatch.apply(engine, handle, [rows], x, weights)
+    return _Dispatch.apply(engine, handle, [rows], order, x, weights)
 
 
 def ticket(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,10 +106,11 @@ class _Dispatch(torch.autograd.Function):
         engine: Engine,
         handle: Handle,
         received_rows: list[torch.Tensor],
+        order: GradientOrder,
         x: torch.Tensor,
         weights: torch.Tensor | None,
     ) -> Any:
-        ctx.engine, ctx.handle, ctx.x_dtype = engine, handle, x.dtype
+        ctx.engine, ctx.handle, ctx.order, ctx.x_dtype = engine, handle, order, x.dtype
         # Outputs point at this node, which holds the handle. An output that were the handle's own tensor would close
         # a cycle that only the garbage collector ends, with all activations before it. detach() makes another tensor.
         rows = received_rows[0].detach()
@@ -100,9 +118,9 @@ class _Dispatch(torch.autograd.Function):
         if received is not None:
             received = received.detach()
         no_gradient = []
-        if not ctx.needs_input_grad[3]:  # so rows in FP8 never do: such payloads have no gradient
+        if not ctx.needs_input_grad[4]:  # so rows in FP8 never do: such payloads have no gradient
             no_gradient.append(rows)
-        if received is not None and not ctx.needs_input_grad[4]:
+        if received is not None and not ctx.needs_input_grad[5]:
             no_gradient.append(received)
         ctx.mark_non_differentiable(*no_gradient)
         _save_a_mark(ctx, rows)
@@ -113,8 +131,10 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_rows: torch.Tensor, grad_received: torch.Tensor | None) -> Any:
         _ask_for_the_mark(ctx)
         engine, handle, x_dtype = ctx.engine, ctx.handle, ctx.x_dtype
-        wants_x, wants_weights = ctx.needs_input_grad[3], ctx.needs_input_grad[4] and grad_received is not None
-        strategy = gradient_of_dispatch(engine.capabilities, handle.options.strategy)
+        wants_x, wants_weights = ctx.needs_input_grad[4], ctx.needs_input_grad[5] and grad_received is not None
+        strategy = STRATEGY_OF_MODE["per_route"]
+        if not ctx.order.per_route:
+            strategy = gradient_of_dispatch(engine.capabilities, handle.options.strategy)
         options = CombineOptions(False, x_dtype, x_dtype, False, strategy)
         upcoming = [Upcoming("gradient of dispatch", options, x_dtype.itemsize)] * wants_x
         upcoming += [Upcoming("gradient of weights")] * wants_weights
@@ -124,7 +144,7 @@ class _Dispatch(torch.autograd.Function):
                 grad_x = engine.send_combine(handle, settled(grad_rows).contiguous(), None, options).receive()
             if wants_weights and grad_received is not None:
                 grad_weights = engine.send_weight_gradients(handle, settled(grad_received).contiguous()).receive()
-        return None, None, None, grad_x, grad_weights
+        return None, None, None, None, grad_x, grad_weights
 
 
 class _SentWithGraph:

@@ -383,14 +383,17 @@ class DispatchCall(CallInHalves):
 
     def receive(self) -> Routed:
         handle, rows = self._sent.receive()
-        kind, weights = self._known.kind, None
+        kind, weights, order = self._known.kind, None, None
         if self._in_graph is not None:
             with nullcontext() if is_grad_enabled() else torch.enable_grad():  # as it was in the first half
-                rows, weights = autograd.dispatched(self.engine, handle, rows, *self._in_graph)
+                order = autograd.GradientOrder()
+                rows, weights = autograd.dispatched(self.engine, handle, rows, order, *self._in_graph)
         plan, has_weights = self.engine.plan, kind.weights_dtype is not None
         routed = Routed(
             self.owner, plan, handle, rows, weights, has_weights, kind.ids_dtype, self._out, kind.scale_words
         )
+        if order is not None:
+            routed.__dict__["_gradient_order"] = order
         if self.engine.slots is not None:
             routed.keep_slot_experts(self.engine.slots.local_experts())
         if self._stream is None and rows.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -519,6 +522,8 @@ class CombineCall(CallInHalves):
         if engine.open_calls.halves:
             engine.require_room()
         handle, options = routed._handle, known.kind.options
+        if options.strategy == "all_to_all" and routed._gradient_order is not None:
+            routed._gradient_order.per_route = True
         out = self._out if self._bias is None else None
         if options.needs_grad:
             weights = routed._weights if options.weighted else None

@@ -20,6 +20,7 @@ from tokenloom.comm.engine import Engine, Pending
 from tokenloom.comm.placement import Placement, placement_terms, plan_of_slots, require_fits
 from tokenloom.comm.routed import Layout, Routed
 from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout
+from tokenloom.ops.slots_of_routes import require_room
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
 from tokenloom.runtime import topology
 from tokenloom.runtime.rank_group import MAKING, RankGroup
@@ -136,6 +137,7 @@ class Communicator:
                 plan = Plan(ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
                 if placement is not None:
                     require_fits(placement, plan)
+                    require_room(ranks.device, num_experts)
                 plan = plan_of_slots(plan, placement)
                 options = (backend, plan, dtype, num_sms, checked, transport, ranks_per_node)
                 return registry.Request(ranks.transport, ranks.device, *options)
@@ -591,7 +593,7 @@ class Communicator:
         self.engine.set_placement(placement)
 
     def lost_experts(self) -> list[int]:
-        """List the experts that no rank has any more: all their slots are on masked ranks. Their routes count as -1."""
+        """List the experts that no rank has now: all their slots are on masked ranks, and their routes count as -1."""
         masked = self.engine.masked
         if not masked:
             return []

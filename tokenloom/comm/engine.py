@@ -34,7 +34,7 @@ from tokenloom.backends.seam import (
     Wait,
 )
 from tokenloom.comm.placed_slots import PlacedDispatch, PlacedSlots
-from tokenloom.comm.placement import Placement, plan_of_slots, require_fits, placement_terms
+from tokenloom.comm.placement import Placement, placement_terms, plan_of_slots, require_fits
 from tokenloom.errors import BackendUnavailable, CommunicatorBroken, InvalidArgument, PeerTimeout, is_known_to_all
 from tokenloom.ops import routing
 from tokenloom.plan import Plan

@@ -89,7 +89,9 @@ class Placement:
         if slots_per_rank is None:
             slots_per_rank = local
         if isinstance(slots_per_rank, bool) or not isinstance(slots_per_rank, int) or slots_per_rank < local:
-            raise InvalidArgument(f"slots_per_rank is {slots_per_rank!r}, expected at least {local}: experts of a rank")
+            raise InvalidArgument(
+                f"slots_per_rank is {slots_per_rank!r}, expected at least {local}, the experts of a rank"
+            )
         table = torch.full((num_ranks, slots_per_rank), EMPTY, dtype=torch.int64, device="cpu")
         table[:, :local] = torch.arange(num_experts, device="cpu").view(num_ranks, local)
         return cls(table, num_experts=num_experts)
@@ -143,7 +145,7 @@ class Placement:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_experts} experts in {self.num_ranks} x {self.slots_per_rank} slots: {self.num_empty} slots "
+            f"{self.num_experts} experts in {self.num_ranks} x {self.slots_per_rank} slots: {self.num_empty} "
             f"empty, {self._replicated_in_words()}"
         )
 

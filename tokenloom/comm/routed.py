@@ -47,6 +47,7 @@ class Routed:
     _late_weights: torch.Tensor | None = None
     _scale_words: int | None = None
     _slot_experts: torch.Tensor | None = None
+    _gradient_order: Any = None
 
     def __init__(
         self,
@@ -243,6 +244,7 @@ class Routed:
         given = (self._owner, self._plan, self._handle, self._rows, None, True, self._ids_dtype, self._out)
         made = Routed(*given, self._scale_words)
         made.__dict__["_late_weights"] = weights
+        made.__dict__["_gradient_order"] = self._gradient_order
         if self._slot_experts is not None:
             made.keep_slot_experts(self._slot_experts)
         return made

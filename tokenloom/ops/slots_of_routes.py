@@ -12,6 +12,14 @@ from tokenloom.kernels.common import spec_of
 from tokenloom.kernels.slots_of_routes import launch
 
 
+def require_room(device: torch.device, num_experts: int) -> None:
+    """Raise InvalidArgument unless routes to so many experts can be placed on the device."""
+    if device.type == "cuda" and num_experts > launch.MAX_EXPERTS:
+        raise InvalidArgument(
+            f"num_experts is {num_experts}, on GPUs a placement has at most {launch.MAX_EXPERTS}; leave it out"
+        )
+
+
 class SlotTable:
     """The slots of each expert, in device memory that stays where it is.
 
@@ -25,16 +33,9 @@ class SlotTable:
     Attributes:
         starts: int32 [E + 1], where the slots of each expert begin in ``slots``.
         slots: int32 [num_slots].
-
-    Raises:
-        InvalidArgument: more experts than the kernel has room for.
     """
 
     def __init__(self, num_experts: int, num_slots: int, rank: int, device: torch.device) -> None:
-        if device.type == "cuda" and num_experts > launch.MAX_EXPERTS:
-            raise InvalidArgument(
-                f"num_experts is {num_experts}, a placement on a GPU has at most {launch.MAX_EXPERTS}; leave placement out"
-            )
         self.starts = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
         self.slots = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self._rank, self._num_experts = rank, num_experts

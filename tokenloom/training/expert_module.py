@@ -169,6 +169,7 @@ class RoutedExperts(nn.Module):
                 raise InvalidArgument("group and comm are both given; the communicator already has a group")
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
                 raise InvalidArgument(f"dtype is {dtype!r}, expected bfloat16, float16, float32 or float64")
+            comm.engine.require_no_placement(type(self).__name__)
             self.form = form = ExpertForm(Activation.of(activation), weight_layout)
             check_experts(comm.plan, hidden, intermediate, num_experts, top_k, expert_grad_scale, pool_rows)
             checks.require_layout(comm.engine.capabilities, "expert")
