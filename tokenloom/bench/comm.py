@@ -403,8 +403,11 @@ left out."""
 def _table(kind: str, shape: CallSizes, rows: Sequence[Row]) -> Table:
     (what, *headers), cells = KINDS[kind]
     headers = [what, "SMs", "floor\nµs", *headers, "fullest\nrank"]
+    fullest = any(row.setup["max_vio"] or row.setup.get("spare_slots") is not None for row in rows)
+    lines = [(label(row.name), str(row.num_sms or MISSING), _us(row.floor_us), *cells(row)) for row in rows]
     lines = [
-        (label(row.name), str(row.num_sms or MISSING), _us(row.floor_us), *cells(row), _fullest(row)) for row in rows
+        (*line, f"{row.setup['fullest_rank']:.2f}" if fullest else MISSING)
+        for line, row in zip(lines, rows, strict=True)
     ]
     filled = [place for place in range(len(headers)) if any(line[place] != MISSING for line in lines)]
     return make_table(
@@ -414,12 +417,6 @@ def _table(kind: str, shape: CallSizes, rows: Sequence[Row]) -> Table:
         title_style=None,
         padding=0,
     )
-
-
-def _fullest(row: Row) -> str:
-    """Load of the fullest rank over the mean, where it is what the row is about."""
-    skewed = row.setup["max_vio"] or row.setup.get("spare_slots") is not None
-    return f"{row.setup['fullest_rank']:.2f}" if skewed else MISSING
 
 
 def _us(value: float | None) -> str:
