@@ -25,6 +25,7 @@ from tests.support.cases import (
     same_bytes,
     same_routed,
 )
+from tests.support.graph_cases import Captured
 from tests.support.on_ranks import on_ranks
 from tests.support.placements import drawn_placement, placed
 from tokenloom import reference
@@ -196,6 +197,32 @@ def test_set_placement(context: RankContext, backend: str) -> None:
     same_bits(out, outs[context.rank], "with weights that came later")
     comm.set_placement(first)
     check_trip(context, comm, problem, by_first, "token")
+
+
+@on_ranks("hoppers")
+def test_replays_go_by_the_placement_of_now(context: RankContext) -> None:
+    """A graph that was captured under one placement, replayed under others, and the slots that it says it filled."""
+    problem = make_problem(replace(CASE, dtype=BF16, ids_dtype=torch.int64), context.num_ranks)
+    first, second = (drawn_placement(problem.plan, 2, seed) for seed in (1, 2))
+    with make_comm(context, "nvlink", problem.plan, placement=first, checked=False) as comm, torch.no_grad():
+        arguments, capacity = problem.arguments(context), problem.plan.worst_case_rows("expert")
+
+        def step() -> tuple[tl.Routed, torch.Tensor, torch.Tensor]:
+            routed = comm.dispatch(*arguments, sizes="bounded", capacity=capacity)
+            return routed, routed.slot_experts, comm.combine(routed.tokens, routed, mode="per_route")
+
+        captured = Captured(step)
+        for placement in (first, second, first):
+            comm.set_placement(placement)
+            captured.replay()
+            routed, experts, out = captured.results
+            by_slot = placed(problem, placement)
+            want = by_slot.dispatched("expert", capacity=capacity, bounded=True)
+            same_routed(routed, want[context.rank], by_slot.plan, bounded=True)
+            assert experts.tolist() == list(placement.experts_of(context.rank))
+            ys = [each.tokens for each in want]
+            outs = reference.combine(by_slot.plan, ys, want, by_slot.topk_ids, problem.topk_weights, mode="per_route")
+            same_bits(out, outs[context.rank], "out")
 
 
 @on_ranks

@@ -12,24 +12,26 @@ from tokenloom.kernels.slots_of_routes.launch import THREADS, SlotsOfRoutesVaria
 from tokenloom.ops.slots_of_routes import SlotTable
 from tokenloom.plan import Plan
 
+EMULATED = True
+"""These tests can run without a GPU, behind tests/support/emulator/plugin.py."""
 INT32, INT64 = torch.int32, torch.int64
-CASES = [
-    pytest.param(4, 2, 3, 2, 0.2, INT64, id="few"),
-    pytest.param(1, 1, 0, 1, 0.0, INT32, id="one expert"),
-    pytest.param(4, 64, 40, 8, 0.1, INT32, id="several blocks, whose last is not full"),
-    pytest.param(2, 16, THREADS // 8, 8, 0.0, INT64, id="one block, full"),
-]
+Case = tuple[int, int, int, int, float, torch.dtype]
 """Ranks, experts of a rank, tokens, K, share of -1, dtype of ids."""
+CASES = [
+    pytest.param((4, 2, 3, 2, 0.2, INT64), id="few"),
+    pytest.param((1, 1, 0, 1, 0.0, INT32), id="one expert"),
+    pytest.param((4, 64, 40, 8, 0.1, INT32), id="several blocks, whose last is not full"),
+    pytest.param((2, 16, THREADS // 8, 8, 0.0, INT64), id="one block, full"),
+]
 MORE = [
-    pytest.param(8, 32, 1024, 8, 0.1, INT64, id="8 blocks"),
-    pytest.param(8, 375, 300, 8, 0.0, INT32, id="3,000 experts"),
+    pytest.param((8, 32, 1024, 8, 0.1, INT64), id="8 blocks"),
+    pytest.param((8, 375, 300, 8, 0.0, INT32), id="3,000 experts"),
 ]
 
 
-def make(
-    num_ranks: int, local: int, tokens: int, top_k: int, unused: float, dtype: torch.dtype, masked: tuple[int, ...]
-) -> tuple[SlotTable, int, torch.Tensor, torch.Tensor]:
+def make(case: Case, masked: tuple[int, ...]) -> tuple[SlotTable, int, torch.Tensor, torch.Tensor]:
     """A table, the rank that it is for, ids of which half are of one expert, and the reference's slots."""
+    num_ranks, local, tokens, top_k, unused, dtype = case
     plan = Plan(num_ranks, num_ranks * local, 8, top_k, max(1, tokens))
     placement, rank = drawn_placement(plan, 2), num_ranks - 1
     table = SlotTable(plan.num_experts, num_ranks * (local + 2), rank, torch.device("cpu"))
@@ -45,23 +47,14 @@ def make(
     return table, rank, ids, want.to(INT32)
 
 
-each_case = pytest.mark.parametrize(("num_ranks", "local", "tokens", "top_k", "unused", "dtype"), CASES)
 each_mask = pytest.mark.parametrize("masked", [(), (0,)], ids=["all", "without a rank"])
 
 
 @each_mask
-@each_case
-def test_by_torch(
-    num_ranks: int,
-    local: int,
-    tokens: int,
-    top_k: int,
-    unused: float,
-    dtype: torch.dtype,
-    masked: tuple[int, ...],
-) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_by_torch(case: Case, masked: tuple[int, ...]) -> None:
     """Without a rank, experts lose replicas, or all slots."""
-    table, _, ids, want = make(num_ranks, local, tokens, top_k, unused, dtype, masked)
+    table, _, ids, want = make(case, masked)
     found = table.slots_of_routes(ids)
     assert found.dtype == INT32
     assert torch.equal(found, want)
@@ -70,7 +63,7 @@ def test_by_torch(
 @pytest.mark.parametrize("dtype", [INT32, INT64], ids=str)
 def test_ids_of_no_expert(dtype: torch.dtype) -> None:
     """Ids that nobody has checked are no addresses."""
-    table, *_ = make(2, 2, 0, 2, 0.0, dtype, ())
+    table, *_ = make((2, 2, 0, 2, 0.0, dtype), ())
     ids = torch.tensor([[4, -2], [2**31 - 1, -(2**31)]], dtype=dtype)
     assert table.slots_of_routes(ids).tolist() == [[-1, -1], [-1, -1]]
 
@@ -79,31 +72,18 @@ class TestKernel:
     pytestmark = needs_one_gpu
 
     @each_mask
-    @pytest.mark.parametrize(("num_ranks", "local", "tokens", "top_k", "unused", "dtype"), [*CASES, *MORE])
-    def test_slots(
-        self,
-        num_ranks: int,
-        local: int,
-        tokens: int,
-        top_k: int,
-        unused: float,
-        dtype: torch.dtype,
-        masked: tuple[int, ...],
-    ) -> None:
+    @pytest.mark.parametrize("case", [*CASES, *MORE])
+    def test_slots(self, case: Case, masked: tuple[int, ...]) -> None:
         """Blocks count what lies before them, warps take turns, and ids out of range are none."""
-        table, rank, ids, want = make(num_ranks, local, tokens, top_k, unused, dtype, masked)
+        table, rank, ids, want = make(case, masked)
         bad = ids.clone().flatten()
-        bad[::97] = num_ranks * local + 5
-        for given, wanted in ((ids, want), (bad.view(ids.shape), None)):
-            if wanted is None:  # as unused places, which torch's form tells
-                wanted = table.slots_of_routes(given)
-            kernel = make_kernel(SlotsOfRoutesVariant(num_ranks * local).spec())
+        bad[::97] = case[0] * case[1] + 5
+        bad = bad.view(ids.shape)
+        for given, wanted in ((ids, want), (bad, table.slots_of_routes(bad))):
+            kernel = make_kernel(SlotsOfRoutesVariant(case[0] * case[1]).spec())
             there, slots = given.to(DEVICE), torch.full(given.shape, 7, dtype=INT32, device=DEVICE)
             starts, of_experts = table.starts.to(DEVICE), table.slots.to(DEVICE)
             blocks = point(kernel.args, there, slots, starts, of_experts, rank)
             assert blocks == -(-ids.numel() // THREADS)
-            if blocks:
-                run(kernel, blocks)
-            else:
-                continue
+            run(kernel, blocks)
             assert torch.equal(slots.cpu(), wanted)

@@ -16,6 +16,7 @@ from tokenloom.kernels.combine.launch import WEIGHTS, CombineVariant, PreReduceV
 from tokenloom.kernels.common import LAYOUTS, Variant, short_name
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.kernels.row_weights.launch import RowWeightsVariant
+from tokenloom.kernels.slots_of_routes.launch import MAX_EXPERTS, SlotsOfRoutesVariant
 from tokenloom.plan import ROUTE_LAYOUTS, Plan, align_up
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -300,6 +301,8 @@ _NAMED: list[Named] = [
         (f"barrier, {num_ranks} ranks", BarrierVariant(plan=sized({"num_ranks": num_ranks})[0]))
         for num_ranks in (1, 8, 32)
     ),
+    # Shared memory grows with the experts.
+    *((f"slots_of_routes, {e} experts", SlotsOfRoutesVariant(e)) for e in (1, 256, MAX_EXPERTS)),
     *COMPUTE_VARIANTS,
 ]
 

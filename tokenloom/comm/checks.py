@@ -210,9 +210,7 @@ def dispatch_tokens(
 def dispatch_glance(
     plan: Plan, able: Capabilities, device: torch.device, kind: DispatchKind, num_experts: int
 ) -> Callable[[Any, Any, Any, Any, Any], bool]:
-    """Build the glance of a kind of dispatch: whether x, scales, topk_ids, topk_weights and out are right.
-
-    Ids name ``num_experts`` experts; those of the plan may be slots.
+    """Build the glance of a kind of dispatch: whether x, scales, ids of ``num_experts``, weights and out are right.
 
     It takes plain tensors of the kind's dtypes, whose presence is as in the kind. It may raise ValueError or
     RuntimeError for tensors that are not right.

@@ -47,7 +47,7 @@ class SlotTable:
         Args:
             slots_by_expert: slots of each expert, ascending; none where all are on ranks that are gone.
         """
-        starts, flat = [0], []
+        starts, flat = [0], list[int]()
         for slots in slots_by_expert:
             flat += slots
             starts.append(len(flat))

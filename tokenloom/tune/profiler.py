@@ -257,7 +257,7 @@ class _Transfers:
         mode = (self._x.requires_grad, self._weights.requires_grad, True, False, False)
         known, tokens = self._kinds.find_or_check_dispatch(arguments, mode, self._x, self.ids, self._weights)
         handle, rows = engine.send_dispatch(known.prepared, tokens).receive()
-        return handle, autograd.dispatched(engine, handle, rows, self._x, self._weights)[0]
+        return handle, autograd.dispatched(engine, handle, rows, autograd.GradientOrder(), self._x, self._weights)[0]
 
     def _dispatch_calls(self, strategy: str) -> Calls:
         _, rows = self._dispatch(strategy)

@@ -24,6 +24,7 @@ from tests.mutations.rules import (
     network,
     nodes,
     ops,
+    placement,
     reference,
     replicas,
     runtime,
@@ -43,6 +44,7 @@ MUTATIONS = (
     + runtime.MUTATIONS
     + host.MUTATIONS
     + masks.MUTATIONS
+    + placement.MUTATIONS
     + training.MUTATIONS
     + forms.MUTATIONS
     + inference.MUTATIONS
