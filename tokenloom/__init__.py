@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from tokenloom.backends.seam import DispatchOut, Strategy
     from tokenloom.comm.communicator import Communicator
     from tokenloom.comm.engine import Pending
+    from tokenloom.comm.expert_stats import ExpertStats
     from tokenloom.comm.placement import Placement
+    from tokenloom.comm.plan_replicas import plan_replicas
     from tokenloom.comm.routed import Routed
     from tokenloom.errors import (
         BackendUnavailable,
@@ -60,6 +62,7 @@ _MODULE_OF = {
     "Communicator": "comm.communicator",
     "DispatchOut": "backends.seam",
     "ExpertParallelMoE": "training.layer",
+    "ExpertStats": "comm.expert_stats",
     "MegaMoE": "inference.mega_moe",
     "Pending": "comm.engine",
     "Placement": "comm.placement",
@@ -80,6 +83,7 @@ _MODULE_OF = {
     "grouped_swiglu_fp8": "ops.gemm",
     "interleave_gate_and_up": "ops.gemm",
     "pack_weights": "ops.quant",
+    "plan_replicas": "comm.plan_replicas",
     "quantize_fp8": "ops.quant",
     "quantize_fp8_blocks": "ops.quant",
     "shard_state_dict": "training.state_dict",
@@ -98,6 +102,7 @@ __all__ = [
     "DispatchOut",
     "DtypeMismatch",
     "ExpertParallelMoE",
+    "ExpertStats",
     "FourBits",
     "InvalidArgument",
     "InvalidExpertId",
@@ -127,6 +132,7 @@ __all__ = [
     "grouped_swiglu_fp8",
     "interleave_gate_and_up",
     "pack_weights",
+    "plan_replicas",
     "quantize_fp8",
     "quantize_fp8_blocks",
     "shard_state_dict",
