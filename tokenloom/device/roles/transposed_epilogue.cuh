@@ -18,23 +18,25 @@
 #include "device/tile/values.cuh"
 
 constexpr int kGroupBarrier = 1;                       // where a math warpgroup meets, and the next number; 0 is __syncthreads
-constexpr int kStepRows = 16;                          // of a tile, which are staged together
+constexpr int kStepRows = 16;                          // of a tile, which are staged together: with any Lines alike
 
 // Scales and weights. kWeighted: rows have weights, which may still be none.
+//
+// Scales of rows wait in shared memory. Weights do not, since operands need the room: they are read where they multiply, and
+// come from the first-level cache, where load() has brought them.
 template <int kN, int kMostRows, bool kWeighted>
 struct Factors {
     static constexpr int kThreadRows = (kMostRows + kGroupThreads - 1) / kGroupThreads;  // a thread of a warpgroup loads what belongs to them
 
     // Of these rows, and of this thread's two channels, which are 8 apart.
     struct OfThread {
-        float scale[kThreadRows], weight[kThreadRows];
+        float scale[kThreadRows], touched[kThreadRows];
         float channel_scale[2], bias[2];
     };
 
     // Of all rows of a tile, for each warpgroup.
     struct Shared {
         alignas(8) float scale[kGroups][kMostRows];
-        alignas(8) float weight[kGroups][kMostRows];
     };
 
     const float* const& row_scales;      // [rows]
@@ -54,7 +56,7 @@ struct Factors {
         for (int i = 0; i < kThreadRows; ++i) {
             const int row = i * kGroupThreads + thread;
             found.scale[i] = row < tile.rows ? row_scales[tile.row + row] : 0.0f;
-            found.weight[i] = kWeighted && row_weights != nullptr && row < tile.rows ? row_weights[tile.row + row] : 1.0f;
+            found.touched[i] = weight_of(tile, row);
         }
         return found;
     }
@@ -70,9 +72,8 @@ struct Factors {
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) {
             const int row = i * kGroupThreads + thread;
-            if (row >= kMostRows) continue;
-            shared.scale[group][row] = factors.scale[i];
-            if (kWeighted) shared.weight[group][row] = factors.weight[i];
+            asm volatile("" ::"f"(factors.touched[i]));  // else nobody would load it
+            if (row < kMostRows) shared.scale[group][row] = factors.scale[i];
         }
         sync_threads(kGroupBarrier + group, kGroupThreads);
     }
@@ -82,15 +83,19 @@ struct Factors {
         float2 scale[2], weight[2];
     };
 
-    static __device__ __forceinline__ OfRows read(const Shared& shared, int step, int group, int lane) {
+    __device__ __forceinline__ OfRows read(const Shared& shared, const Tile& tile, int step, int group, int lane) const {
         OfRows found;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = step * kStepRows + half * 8 + lane % 4 * 2;
             found.scale[half] = *reinterpret_cast<const float2*>(shared.scale[group] + row);
-            found.weight[half] = kWeighted ? *reinterpret_cast<const float2*>(shared.weight[group] + row) : float2{1.0f, 1.0f};
+            found.weight[half] = {weight_of(tile, row), weight_of(tile, row + 1)};
         }
         return found;
+    }
+
+    __device__ __forceinline__ float weight_of(const Tile& tile, int row) const {
+        return kWeighted && row_weights != nullptr && row < tile.rows ? row_weights[tile.row + row] : 1.0f;
     }
 };
 
@@ -100,7 +105,7 @@ struct TransposedBf16Epilogue {
     static constexpr bool kTransposed = true;
     static constexpr int kTileColumns = kRowsOfA, kTileRowBytes = kTileColumns * 2;
     static constexpr int kSums = kMostRows / 2;  // of a thread
-    using Staged = Staging<kMostRows, kTileRowBytes / kGroups>;
+    using Staged = Staging<kMostRows, kTileRowBytes / kGroups, DenseLines>;
     static constexpr int64 kRowBytes = static_cast<int64>(kN) * 2;
     using From = Factors<kN, kMostRows, kBiased>;
     using Loaded = typename From::OfThread;
@@ -115,18 +120,18 @@ struct TransposedBf16Epilogue {
     __device__ __forceinline__ void stage(Staged& staging, Shared& shared, const Loaded& loaded,
                                           const float (&sums)[kSums], const Tile& tile, uint32 number, int group,
                                           int thread) const {
-        constexpr int kPitch = kStagingPitch<Staged::kRowBytes>;
+        using Lines = typename Staged::Lines;
         const int lane = thread % 32;
         const float low = loaded.channel_scale[0], high = loaded.channel_scale[1];
-        unsigned char* to = staging.rows[group] + (lane / 16 * 8 + lane % 8) * kPitch + thread / 32 * 32 + lane / 8 % 2 * 16;
+        unsigned char* to = staging.rows[group] + Lines::place(lane / 16 * 8 + lane % 8, thread / 32 * 2 + lane / 8 % 2);
         staging.wait_for_room(number, group);
         From::share(shared, loaded, group, thread);
-        auto next = From::read(shared, 0, group, lane);
+        auto next = from.read(shared, tile, 0, group, lane);
 #pragma unroll
         for (int i = 0; i < kMostRows / kStepRows; ++i) {
             if (i * kStepRows >= tile.rows) break;
             const auto of_rows = next;
-            if (i + 1 < kMostRows / kStepRows) next = From::read(shared, i + 1, group, lane);  // while these are multiplied
+            if (i + 1 < kMostRows / kStepRows) next = from.read(shared, tile, i + 1, group, lane);  // while these are multiplied
             uint32 packed[4];  // each 8 rows x 8 columns
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -144,7 +149,7 @@ struct TransposedBf16Epilogue {
                 packed[2 * half] = pack_pair<kBfloat16>(values[0], values[1]);
                 packed[2 * half + 1] = pack_pair<kBfloat16>(values[2], values[3]);
             }
-            store_transposed(to + i * kStepRows * kPitch, packed[0], packed[1], packed[2], packed[3]);
+            store_transposed(to + i * kStepRows * Lines::kPitch, packed[0], packed[1], packed[2], packed[3]);
         }
         staging.publish(group, lane);
     }
@@ -157,7 +162,7 @@ struct TransposedActivationEpilogue {
     static constexpr bool kTransposed = true;
     static constexpr int kTileColumns = kRowsOfA, kTileRowBytes = kTileColumns;  // half as many values, of two bytes
     static constexpr int kSums = kMostRows / 2;  // of a thread
-    using Staged = Staging<kMostRows, kTileRowBytes / kGroups>;
+    using Staged = Staging<kMostRows, kTileRowBytes / kGroups, DenseLines>;
     static constexpr int64 kRowBytes = kN;
     using From = Factors<kN, kMostRows, true>;
     using Loaded = typename From::OfThread;
@@ -172,18 +177,18 @@ struct TransposedActivationEpilogue {
     __device__ __forceinline__ void stage(Staged& staging, Shared& shared, const Loaded& loaded,
                                           const float (&sums)[kSums], const Tile& tile, uint32 number, int group,
                                           int thread) const {
-        constexpr int kPitch = kStagingPitch<Staged::kRowBytes>;
+        using Lines = typename Staged::Lines;
         const int lane = thread % 32;
         const float of_gate = loaded.channel_scale[0], of_up = loaded.channel_scale[1];
-        unsigned char* to = staging.rows[group] + lane % 16 * kPitch + thread / 32 * 16;
+        unsigned char* to = staging.rows[group] + Lines::place(lane % 16, thread / 32);
         staging.wait_for_room(number, group);
         From::share(shared, loaded, group, thread);
-        auto next = From::read(shared, 0, group, lane);
+        auto next = from.read(shared, tile, 0, group, lane);
 #pragma unroll
         for (int i = 0; i < kMostRows / kStepRows; ++i) {
             if (i * kStepRows >= tile.rows) break;
             const auto of_rows = next;
-            if (i + 1 < kMostRows / kStepRows) next = From::read(shared, i + 1, group, lane);  // while these are multiplied
+            if (i + 1 < kMostRows / kStepRows) next = from.read(shared, tile, i + 1, group, lane);  // while these are multiplied
             uint32 packed[2];  // each 8 rows x 8 values
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -196,7 +201,7 @@ struct TransposedActivationEpilogue {
                                                    from_sums[3] * (scale.y * of_up) + loaded.bias[1]);
                 packed[half] = pack_pair<kBfloat16>(first * weight.x, second * weight.y);
             }
-            store_transposed(to + i * kStepRows * kPitch, packed[0], packed[1]);
+            store_transposed(to + i * kStepRows * Lines::kPitch, packed[0], packed[1]);
         }
         staging.publish(group, lane);
     }
