@@ -78,11 +78,11 @@ void epilogues(const EpiloguesArgs& args) {
     constexpr int kChunks = Shape::halves ? 1 : kHalves, kN = Shape::n, kRows = kRowsOfB;
     if constexpr (Shape::transposed && Shape::swiglu) {
         using Form = LimitedForm<Shape::clamped != 0, GatedActivation<Shape::function, true, Shape::biased != 0>>;
-        run_transposed(args, TransposedActivationEpilogue<kN, kRows, Form>{
+        run_transposed(args, TransposedActivationEpilogue<kN, kRows, Form, kGroups>{
                                  {args.row_scales, args.channel_scales, args.row_weights},
                                  {args.clamp, {args.alpha, args.up_offset, args.bias}}});
     } else if constexpr (Shape::transposed) {
-        run_transposed(args, TransposedBf16Epilogue<kN, kRows, Shape::biased != 0>{
+        run_transposed(args, TransposedBf16Epilogue<kN, kRows, Shape::biased != 0, kGroups>{
                                  {args.row_scales, args.channel_scales, args.row_weights}, args.bias});
     } else if constexpr (Shape::swiglu && Shape::plain) {
         using Form = LimitedForm<Shape::clamped != 0, PlainSwiglu<true>>;

@@ -18,25 +18,27 @@
 #include "device/tile/values.cuh"
 
 constexpr int kGroupBarrier = 1;                       // where a math warpgroup meets, and the next number; 0 is __syncthreads
-constexpr int kStepRows = 16;                          // of a tile, which are staged together: with any Lines alike
+constexpr int kStepRows = 16;                          // of a tile, which are staged together
 
 // Scales and weights. kWeighted: rows have weights, which may still be none.
 //
-// Scales of rows wait in shared memory. Weights do not, since operands need the room: they are read where they multiply, and
-// come from the first-level cache, where load() has brought them.
-template <int kN, int kMostRows, bool kWeighted>
+// Each warpgroup has a copy of them in shared memory, or both share one (kCopies), to which both write the same values. They
+// can share it where a tile has more blocks of K than the ring has stages: when one warpgroup is at the end of a tile, the
+// other has released a block of it, so it has staged the tile before and reads those factors no more.
+template <int kN, int kMostRows, bool kWeighted, int kCopies>
 struct Factors {
     static constexpr int kThreadRows = (kMostRows + kGroupThreads - 1) / kGroupThreads;  // a thread of a warpgroup loads what belongs to them
 
     // Of these rows, and of this thread's two channels, which are 8 apart.
     struct OfThread {
-        float scale[kThreadRows], touched[kThreadRows];
+        float scale[kThreadRows], weight[kThreadRows];
         float channel_scale[2], bias[2];
     };
 
-    // Of all rows of a tile, for each warpgroup.
+    // Of all rows of a tile.
     struct Shared {
-        alignas(8) float scale[kGroups][kMostRows];
+        alignas(8) float scale[kCopies][kMostRows];
+        alignas(8) float weight[kCopies][kMostRows];
     };
 
     const float* const& row_scales;      // [rows]
@@ -56,7 +58,7 @@ struct Factors {
         for (int i = 0; i < kThreadRows; ++i) {
             const int row = i * kGroupThreads + thread;
             found.scale[i] = row < tile.rows ? row_scales[tile.row + row] : 0.0f;
-            found.touched[i] = weight_of(tile, row);
+            found.weight[i] = kWeighted && row_weights != nullptr && row < tile.rows ? row_weights[tile.row + row] : 1.0f;
         }
         return found;
     }
@@ -72,8 +74,9 @@ struct Factors {
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) {
             const int row = i * kGroupThreads + thread;
-            asm volatile("" ::"f"(factors.touched[i]));  // else nobody would load it
-            if (row < kMostRows) shared.scale[group][row] = factors.scale[i];
+            if (row >= kMostRows) continue;
+            shared.scale[group % kCopies][row] = factors.scale[i];
+            if (kWeighted) shared.weight[group % kCopies][row] = factors.weight[i];
         }
         sync_threads(kGroupBarrier + group, kGroupThreads);
     }
@@ -83,31 +86,28 @@ struct Factors {
         float2 scale[2], weight[2];
     };
 
-    __device__ __forceinline__ OfRows read(const Shared& shared, const Tile& tile, int step, int group, int lane) const {
+    static __device__ __forceinline__ OfRows read(const Shared& shared, int step, int group, int lane) {
+        const int copy = group % kCopies;
         OfRows found;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = step * kStepRows + half * 8 + lane % 4 * 2;
-            found.scale[half] = *reinterpret_cast<const float2*>(shared.scale[group] + row);
-            found.weight[half] = {weight_of(tile, row), weight_of(tile, row + 1)};
+            found.scale[half] = *reinterpret_cast<const float2*>(shared.scale[copy] + row);
+            found.weight[half] = kWeighted ? *reinterpret_cast<const float2*>(shared.weight[copy] + row) : float2{1.0f, 1.0f};
         }
         return found;
-    }
-
-    __device__ __forceinline__ float weight_of(const Tile& tile, int row) const {
-        return kWeighted && row_weights != nullptr && row < tile.rows ? row_weights[tile.row + row] : 1.0f;
     }
 };
 
 // The output is bfloat16: each sum is rounded once. With a bias, the row's weight times it is added before.
-template <int kN, int kMostRows, bool kBiased>
+template <int kN, int kMostRows, bool kBiased, int kCopies>
 struct TransposedBf16Epilogue {
     static constexpr bool kTransposed = true;
     static constexpr int kTileColumns = kRowsOfA, kTileRowBytes = kTileColumns * 2;
     static constexpr int kSums = kMostRows / 2;  // of a thread
     using Staged = Staging<kMostRows, kTileRowBytes / kGroups, DenseLines>;
     static constexpr int64 kRowBytes = static_cast<int64>(kN) * 2;
-    using From = Factors<kN, kMostRows, kBiased>;
+    using From = Factors<kN, kMostRows, kBiased, kCopies>;
     using Loaded = typename From::OfThread;
     using Shared = typename From::Shared;
     const From from;
@@ -126,12 +126,12 @@ struct TransposedBf16Epilogue {
         unsigned char* to = staging.rows[group] + Lines::place(lane / 16 * 8 + lane % 8, thread / 32 * 2 + lane / 8 % 2);
         staging.wait_for_room(number, group);
         From::share(shared, loaded, group, thread);
-        auto next = from.read(shared, tile, 0, group, lane);
+        auto next = From::read(shared, 0, group, lane);
 #pragma unroll
         for (int i = 0; i < kMostRows / kStepRows; ++i) {
             if (i * kStepRows >= tile.rows) break;
             const auto of_rows = next;
-            if (i + 1 < kMostRows / kStepRows) next = from.read(shared, tile, i + 1, group, lane);  // while these are multiplied
+            if (i + 1 < kMostRows / kStepRows) next = From::read(shared, i + 1, group, lane);  // while these are multiplied
             uint32 packed[4];  // each 8 rows x 8 columns
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -157,14 +157,14 @@ struct TransposedBf16Epilogue {
 
 // Sums are gates and ups: the activation times the row's weight, in bfloat16. The rows get one scale each once they are
 // whole (quantize.cuh). Gates and ups take turns every 8 columns, so each thread has both of a value.
-template <int kN, int kMostRows, class Form>
+template <int kN, int kMostRows, class Form, int kCopies>
 struct TransposedActivationEpilogue {
     static constexpr bool kTransposed = true;
     static constexpr int kTileColumns = kRowsOfA, kTileRowBytes = kTileColumns;  // half as many values, of two bytes
     static constexpr int kSums = kMostRows / 2;  // of a thread
     using Staged = Staging<kMostRows, kTileRowBytes / kGroups, DenseLines>;
     static constexpr int64 kRowBytes = kN;
-    using From = Factors<kN, kMostRows, true>;
+    using From = Factors<kN, kMostRows, true, kCopies>;
     using Loaded = typename From::OfThread;
     using Shared = typename From::Shared;
     const From from;
@@ -180,15 +180,16 @@ struct TransposedActivationEpilogue {
         using Lines = typename Staged::Lines;
         const int lane = thread % 32;
         const float of_gate = loaded.channel_scale[0], of_up = loaded.channel_scale[1];
-        unsigned char* to = staging.rows[group] + Lines::place(lane % 16, thread / 32);
         staging.wait_for_room(number, group);
         From::share(shared, loaded, group, thread);
-        auto next = from.read(shared, tile, 0, group, lane);
+        asm volatile("" : "+r"(thread));  // the place is found again for each tile: it takes no register in the main loop
+        unsigned char* to = staging.rows[group] + Lines::place(lane % 16, thread / 32);
+        auto next = From::read(shared, 0, group, lane);
 #pragma unroll
         for (int i = 0; i < kMostRows / kStepRows; ++i) {
             if (i * kStepRows >= tile.rows) break;
             const auto of_rows = next;
-            if (i + 1 < kMostRows / kStepRows) next = from.read(shared, tile, i + 1, group, lane);  // while these are multiplied
+            if (i + 1 < kMostRows / kStepRows) next = From::read(shared, i + 1, group, lane);  // while these are multiplied
             uint32 packed[2];  // each 8 rows x 8 values
 #pragma unroll
             for (int half = 0; half < 2; ++half) {

@@ -253,7 +253,8 @@ class GroupedGemmVariant:
         if self.recipe == "row":
             ring += 8  # no scales
             staging = rows * row_bytes
-            epilogue = 4 * GROUPS * rows
+            copies = 1 if self.k // BLOCK > stages else GROUPS
+            epilogue = 2 * 4 * copies * rows
         else:
             ring += 2 * 4 * SCALE_BLOCKS * (rows + columns // BLOCK)
             staging = rows * (row_bytes + 16)
