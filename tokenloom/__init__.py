@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from tokenloom.backends.seam import DispatchOut, Strategy
     from tokenloom.comm.communicator import Communicator
     from tokenloom.comm.engine import Pending
+    from tokenloom.comm.expert_stats import ExpertStats
     from tokenloom.comm.placement import Placement
+    from tokenloom.comm.plan_replicas import plan_replicas
     from tokenloom.comm.routed import Routed
     from tokenloom.errors import (
         BackendUnavailable,
@@ -61,6 +63,7 @@ _MODULE_OF = {
     "Communicator": "comm.communicator",
     "DispatchOut": "backends.seam",
     "ExpertParallelMoE": "training.layer",
+    "ExpertStats": "comm.expert_stats",
     "MegaMoE": "inference.mega_moe",
     "Pending": "comm.engine",
     "Placement": "comm.placement",
@@ -84,6 +87,7 @@ _MODULE_OF = {
     "interleave_gate_and_up": "ops.gemm",
     "pack_weights": "ops.quant",
     "place_experts": "training.replicas",
+    "plan_replicas": "comm.plan_replicas",
     "quantize_fp8": "ops.quant",
     "quantize_fp8_blocks": "ops.quant",
     "reduce_replica_gradients": "training.replicas",
@@ -103,6 +107,7 @@ __all__ = [
     "DispatchOut",
     "DtypeMismatch",
     "ExpertParallelMoE",
+    "ExpertStats",
     "FourBits",
     "InvalidArgument",
     "InvalidExpertId",
@@ -135,6 +140,7 @@ __all__ = [
     "interleave_gate_and_up",
     "pack_weights",
     "place_experts",
+    "plan_replicas",
     "quantize_fp8",
     "quantize_fp8_blocks",
     "reduce_replica_gradients",

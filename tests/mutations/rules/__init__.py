@@ -26,6 +26,7 @@ from tests.mutations.rules import (
     ops,
     placement,
     reference,
+    replicas,
     runtime,
     training,
 )
@@ -56,4 +57,5 @@ MUTATIONS = (
     + inside_nodes.MUTATIONS
     + gin.MUTATIONS
     + check_network.MUTATIONS
+    + replicas.MUTATIONS
 )
