@@ -6,6 +6,7 @@ from tests.mutations.mutation import M
 
 # fmt: off
 RULE = "tests/comm/test_placement.py"
+LAYER = "tests/training/test_placed_layer.py"
 PLACED, MASKS = "tests/comm/test_placed_dispatch.py", "tests/comm/test_placed_masks.py"
 
 MUTATIONS = (
@@ -35,6 +36,27 @@ MUTATIONS = (
     M("gradients-by-placement", "behind a combine per route the gradient of x depends on where experts are",
       "comm.calls:CombineCall.send", "routed._gradient_order.per_route = True", "pass",
       f"{PLACED}::test_per_route_bits", f"{PLACED}::test_gradient_by_route"),
+    M("sums-at-the-end-alone", "an owner steps by its own gradient", "training.slot_moves:sum_at_owners",
+      "total += other", "pass", f"{LAYER}::test_gradients_of_weights"),
+    M("replicas-step-too", "replicas keep their gradients, and norms count them twice",
+      "training.slot_moves:sum_at_owners", "rows[move.source] = 0", "pass", f"{LAYER}::test_gradients_of_weights"),
+    M("slots-are-summed-narrow", "gradients of slots are summed in bfloat16", "training.slot_moves:sum_at_owners",
+      "torch.promote_types(rows.dtype, torch.float32)", "torch.promote_types(rows.dtype, torch.bfloat16)",
+      f"{LAYER}::test_bfloat16_is_summed_wide"),
+    M("copies-stay-behind", "replicas keep the weights of before the step",
+      "training.replicas:_Follower.after_step", "self.layers(optimizer), 'copy_replicas'", "[], 'copy_replicas'",
+      f"{LAYER}::test_steps_and_new_places"),
+    M("states-stay-behind", "experts leave their optimizer states where they were", "training.replicas:_states",
+      "_has_rows(value, len(each))", "False", f"{LAYER}::test_steps_and_new_places"),
+    M("state-dicts-of-slots", "a state dict holds slots", "training.expert_module:RoutedExperts._save_to_state_dict",
+      "destination.update(by_expert(self, slots, 'by all slots', 'state_dict'))", "pass",
+      f"{LAYER}::test_state_dicts_fit_any_placement"),
+    M("weights-without-their-slots", "a layer goes by a placement that its weights do not lie by",
+      "training.expert_module:RoutedExperts.forward", "self.require_placed()", "pass",
+      "tests/training/test_placed_programs.py::test_layers_of_one_communicator"),
+    M("gradient-of-x-by-placement", "a layer that sums per route sums the gradient of x per rank",
+      "backends.seam:Strategy.gradient_of_dispatch", "('per_node', 'all_to_all')", "('per_node',)",
+      f"{LAYER}::test_same_bits"),
     M("ids-of-slots-pass", "ids beyond the experts pass where there are more slots", "comm.calls:Kinds.check_dispatch",
       "engine.caller_plan.num_experts", "plan.num_experts", f"{PLACED}::test_checked_ids"),
 )
