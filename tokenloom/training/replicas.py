@@ -181,7 +181,7 @@ class _Follower:
                 for name, value in state.get(key, {}).items()
                 if _has_rows(value, len(weight))
             }
-            _replace(state, keys, by_expert(layer, slots, "by owners", "optimizer.state_dict"))
+            _put_back(state, keys, by_expert(layer, slots, "by owners", "optimizer.state_dict"))
         return {**state_dict, "state": state}
 
     def loaded(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class _Follower:
                 for name, value in state.get(key, {}).items()
                 if _has_rows(value, num_experts)
             }
-            _replace(state, keys, by_slot(layer, experts, "by owners", "optimizer.load_state_dict"))
+            _put_back(state, keys, by_slot(layer, experts, "by owners", "optimizer.load_state_dict"))
         self.note(optimizer)
         return {**state_dict, "state": state}
 
@@ -215,7 +215,7 @@ def _has_rows(value: object, number: int) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == number
 
 
-def _replace(state: dict[Any, Any], keys: Iterable[Any], values: dict[str, Any]) -> None:
+def _put_back(state: dict[Any, Any], keys: Iterable[Any], values: dict[str, Any]) -> None:
     for key in keys:
         if key in state:
             state[key] = {name: values.get(f"{key} {name}", value) for name, value in state[key].items()}

@@ -7,7 +7,7 @@ checkpoints are the same for any placement, and hold each expert once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,15 +16,12 @@ from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.training.shards import local_part, own_part, spread
 from tokenloom.training.slot_moves import Held, Move, agreed, moved, moves_between, rows_of_slots, terms_of
 
-if TYPE_CHECKING:
-    from tokenloom.training.expert_module import RoutedExperts
 
-
-def by_expert(layer: RoutedExperts, slots: Mapping[str, torch.Tensor], held: Held, phase: str) -> dict[str, Any]:
+def by_expert(layer: Any, slots: Mapping[str, torch.Tensor], held: Held, phase: str) -> dict[str, Any]:
     """Give tensors of slots as tensors of all experts. Collective if rows have to travel.
 
     Args:
-        layer: whose placement says where experts lie.
+        layer: a RoutedExperts, whose placement says where experts lie.
         slots: by name, spread over the ranks as the weights are.
         held: who has an expert's row.
         phase: what is going on, for errors.
@@ -43,11 +40,11 @@ def by_expert(layer: RoutedExperts, slots: Mapping[str, torch.Tensor], held: Hel
     return {name: spread(each, layer.mesh) for name, each in found.items()}
 
 
-def by_slot(layer: RoutedExperts, experts: Mapping[str, torch.Tensor], held: Held, phase: str) -> dict[str, Any]:
+def by_slot(layer: Any, experts: Mapping[str, torch.Tensor], held: Held, phase: str) -> dict[str, Any]:
     """Give tensors of all experts as tensors of slots, zeros where nothing is held. Collective if rows have to travel.
 
     Args:
-        layer: whose placement says where experts lie.
+        layer: a RoutedExperts, whose placement says where experts lie.
         experts: by name. DTensors with this rank's experts, or plain and whole, whose rows need not travel.
         held: who is to have an expert's row.
         phase: what is going on, for errors.
@@ -85,13 +82,13 @@ def by_slot(layer: RoutedExperts, experts: Mapping[str, torch.Tensor], held: Hel
     return slots | {name: spread(each, mesh) for name, each in found.items()}
 
 
-def _home(layer: RoutedExperts) -> Placement:
+def _home(layer: Any) -> Placement:
     """Where experts are in tensors of all experts: ``local_experts``, in their order."""
     return Placement.default(layer.comm.plan.num_experts, layer.comm.num_ranks)
 
 
 def _carried(
-    layer: RoutedExperts, moves: list[Move], parts: dict[str, torch.Tensor], num_slots: int, phase: str
+    layer: Any, moves: list[Move], parts: dict[str, torch.Tensor], num_slots: int, phase: str
 ) -> dict[str, torch.Tensor]:
     """Carry this rank's parts along the moves, to ``num_slots`` rows each."""
     if any(each.is_meta for each in parts.values()):

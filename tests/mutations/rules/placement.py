@@ -44,7 +44,7 @@ MUTATIONS = (
       "torch.promote_types(rows.dtype, torch.float32)", "torch.promote_types(rows.dtype, torch.bfloat16)",
       f"{LAYER}::test_bfloat16_is_summed_wide"),
     M("copies-stay-behind", "replicas keep the weights of before the step",
-      "training.replicas:_Follower.after_step", "self.layers(optimizer), 'copy_replicas'", "[], 'copy_replicas'",
+      "training.replicas:_Follower.after_step", "self.layers(optimizer)", "[]",
       f"{LAYER}::test_steps_and_new_places"),
     M("states-stay-behind", "experts leave their optimizer states where they were", "training.replicas:_states",
       "_has_rows(value, len(each))", "False", f"{LAYER}::test_steps_and_new_places"),

@@ -33,7 +33,7 @@ class SlotWeights:
         """
         given = {name: each for name, each in zip(NAMES, tensors, strict=True) if each is not None}
         trains = torch.is_grad_enabled() and any(each.requires_grad for each in given.values())
-        wanted = (placement, *((each.data_ptr(), _version(each)) for each in given.values()))
+        wanted = (placement, *((each.data_ptr(), _changes(each)) for each in given.values()))
         if self._kept is not None and not trains and wanted == self._kept_for:
             return self._kept
         self._kept, self._kept_for = None, ()
@@ -47,7 +47,7 @@ class SlotWeights:
         return in_slots
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _changes(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
