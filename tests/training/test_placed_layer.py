@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 import tokenloom as tl
 from tests.support import emulator
-from tests.support.layer_cases import HIDDEN, NUM_EXPERTS, LayerCase, make_layer
+from tests.support.layer_cases import HIDDEN, NUM_EXPERTS, TOP_K, LayerCase, make_layer
 from tests.support.on_ranks import on_ranks
 from tests.support.placements import drawn_placement
 from tokenloom import reference
@@ -48,8 +48,8 @@ def batch(context: RankContext, case: LayerCase, step: int = 0) -> torch.Tensor:
     return x.to(context.device, case.dtype).requires_grad_()
 
 
-def one_backward(layer: tl.ExpertParallelMoE, x: torch.Tensor) -> torch.Tensor:
-    out, aux_loss = layer(x)
+def one_backward(layer: tl.ExpertParallelMoE, x: torch.Tensor, **routes: torch.Tensor) -> torch.Tensor:
+    out, aux_loss = layer(x, **routes)
     factors = torch.linspace(-1, 1, HIDDEN, device=x.device).to(x.dtype)
     ((out * factors).sum() + aux_loss / layer.comm.num_ranks).backward()
     return out.detach()
@@ -99,20 +99,36 @@ def row_by_row() -> Iterator[None]:
 # -- outputs and gradients --------------------------------------------------------------------------------------
 
 
+ROUTES: dict[str, Callable[[int], torch.Tensor] | None] = {
+    "chosen": None,
+    "even": lambda tokens: torch.arange(tokens * TOP_K).view(tokens, TOP_K) % NUM_EXPERTS,
+    "one expert": lambda tokens: torch.full((tokens, TOP_K), NUM_EXPERTS - 1),
+}
+"""Those that the router chooses, or given ones. The last expert has replicas."""
+
+
 @on_ranks
-@pytest.mark.parametrize("options", [{}, {"redispatch_in_backward": True}, {"pool_rows": 400}], ids=str)
-def test_same_bits(context: RankContext, options: dict[str, Any]) -> None:
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize(
+    "options", [{}, {"redispatch_in_backward": True}, {"pool_rows": 800}, {"ranks_per_node": 2}], ids=str
+)
+def test_same_bits(context: RankContext, options: dict[str, Any], routes: str) -> None:
     """Summed per route, outputs and gradients of tokens do not depend on where experts are."""
+    if context.num_ranks < 4:
+        options = {name: value for name, value in options.items() if name != "ranks_per_node"}
+    choose, x = ROUTES[routes], batch(context, CASE)
+    given = {} if choose is None else {"topk_ids": choose(len(x)).to(context.device)}
     with row_by_row():
         plain = make_layer(CASE, context.group, strategy=PER_ROUTE, device=context.device)
-        x = batch(context, CASE)
-        want = one_backward(plain, x)
+        want = one_backward(plain, x, **given)
         for seed in (0, 1):
             placement = placement_of(context, 2, seed)
-            layer = make_layer(CASE, context.group, strategy=PER_ROUTE, placement=placement, **options,
-                               device=context.device)  # fmt: skip
+            layer = make_layer(
+                CASE, context.group, strategy=PER_ROUTE, placement=placement, device=context.device, **options
+            )
             again = batch(context, CASE)
-            assert torch.equal(one_backward(layer, again), want)
+            assert torch.equal(one_backward(layer, again, **given), want)
             assert torch.equal(again.grad, x.grad)  # type: ignore[arg-type]
             for name, weight in layer.named_parameters():
                 if not name.startswith("experts."):
