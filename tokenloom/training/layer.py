@@ -282,6 +282,8 @@ class ExpertParallelMoE(nn.Module):
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw all weights uniformly in ±1/sqrt(fan-in), as nn.Linear does. The layer's own buffers become 0.
 
+        Collective if there are replicas.
+
         Args:
             seed: draw the same full set of weights on every rank and for any number of ranks, and keep this rank's
                 shard. Experts compute the same in any ``weight_layout``. Give each layer its own seed, or layers get

@@ -58,7 +58,7 @@ SUMS = (
       "routing.ordered_sum(terms, places, dtype=dtype)", "routing.ordered_sum(terms, places.flip(1), dtype=dtype)",
       f"{NETWORK}::test_order", num_ranks=4),
     M("gradients-per-rank", "gradients of a layer that sums per node come home by a row per rank",
-      "backends.seam:Strategy.gradient_of_dispatch", 'self.combine == "per_node"', "False",
+      "backends.seam:Strategy.gradient_of_dispatch", "('per_node', 'all_to_all')", "('all_to_all',)",
       f"{NETWORK}::test_gradients_per_node", num_ranks=4),
     M("per-node-as-per-rank", "per_node is per_rank by another name",
       "backends.collective:CollectiveBackend._send_home", "options.per_node", "False", *HAND_SUMS, num_ranks=4),
