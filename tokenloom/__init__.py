@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tokenloom.backends.seam import DispatchOut, Strategy
     from tokenloom.comm.communicator import Communicator
     from tokenloom.comm.engine import Pending
+    from tokenloom.comm.move_experts import MovingExperts, move_experts
     from tokenloom.comm.placement import Placement
     from tokenloom.comm.routed import Routed
     from tokenloom.errors import (
@@ -61,6 +62,7 @@ _MODULE_OF = {
     "DispatchOut": "backends.seam",
     "ExpertParallelMoE": "training.layer",
     "MegaMoE": "inference.mega_moe",
+    "MovingExperts": "comm.move_experts",
     "Pending": "comm.engine",
     "Placement": "comm.placement",
     "Routed": "comm.routed",
@@ -79,6 +81,7 @@ _MODULE_OF = {
     "grouped_gemm_fp8": "ops.gemm",
     "grouped_swiglu_fp8": "ops.gemm",
     "interleave_gate_and_up": "ops.gemm",
+    "move_experts": "comm.move_experts",
     "pack_weights": "ops.quant",
     "quantize_fp8": "ops.quant",
     "quantize_fp8_blocks": "ops.quant",
@@ -103,6 +106,7 @@ __all__ = [
     "InvalidExpertId",
     "KernelCompileError",
     "MegaMoE",
+    "MovingExperts",
     "NotDifferentiable",
     "PeerError",
     "PeerTimeout",
@@ -126,6 +130,7 @@ __all__ = [
     "grouped_gemm_fp8",
     "grouped_swiglu_fp8",
     "interleave_gate_and_up",
+    "move_experts",
     "pack_weights",
     "quantize_fp8",
     "quantize_fp8_blocks",

@@ -369,13 +369,17 @@ class Engine:
         """Let another placement rule from the next dispatch on; see ``Communicator.set_placement``."""
         self.ranks.require_alive()
         with self.ranks.turn:
-            agree(self.ranks, lambda: (self._terms_of_next(placement), None), "set_placement")
-            assert self.slots is not None
-            with on_device(self.ranks.device):
-                self.slots.place(placement)
-            self.ranks.terms |= placement_terms(placement)
+            agree(self.ranks, lambda: (self.terms_of_next(placement), None), "set_placement")
+            self.place(placement)
 
-    def _terms_of_next(self, placement: Placement) -> dict[str, Any]:
+    def place(self, placement: Placement) -> None:
+        """Let it rule from the next dispatch on: all ranks have agreed on it."""
+        assert self.slots is not None
+        with on_device(self.ranks.device):
+            self.slots.place(placement)
+        self.ranks.terms |= placement_terms(placement)
+
+    def terms_of_next(self, placement: Placement) -> dict[str, Any]:
         """Check a placement that is to rule, and name what all ranks must have alike in it."""
         require_eager()
         if self.slots is None:
@@ -387,7 +391,7 @@ class Engine:
         if self.open_calls.any_open():
             raise InvalidArgument("a pending call is open, whose rows lie by the placement of now; receive it first")
         if self.ranks.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise InvalidArgument("set_placement cannot be captured; call it between replays")
+            raise InvalidArgument("a placement cannot change in a capture; change it between replays")
         return placement_terms(placement)
 
     def slots_of_now(self) -> PlacedSlots:
