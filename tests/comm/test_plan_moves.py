@@ -115,6 +115,7 @@ def test_pieces(pair: tuple[tl.Placement, tl.Placement], expert_bytes: int, piec
 
 def test_a_swap_and_a_circle() -> None:
     """Without a spare slot: one stage, everything by scratch."""
+
     def table(*rows: list[int]) -> tl.Placement:  # fmt: skip
         return tl.Placement(torch.tensor(rows), num_experts=sum(map(len, rows)))
 

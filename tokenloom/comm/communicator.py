@@ -17,7 +17,7 @@ from tokenloom.backends.seam import DispatchOut
 from tokenloom.comm import autograd, checks
 from tokenloom.comm.calls import CombineCall, DispatchCall, Kinds, ResendCall, ReweightCall, ValuesHomeCall
 from tokenloom.comm.engine import Engine, Pending
-from tokenloom.comm.placement import Placement, placement_terms, plan_of_slots, require_fits
+from tokenloom.comm.placement import Placement, placement_of, placement_terms, plan_of_slots, require_fits
 from tokenloom.comm.routed import Layout, Routed
 from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout
 from tokenloom.ops.slots_of_routes import require_room
@@ -78,6 +78,8 @@ class Communicator:
             ``e // (E / W)``. Ids stay those of experts. Everything that counts local experts then counts the slots of
             a rank, empty ones too. A route goes to slot number (source rank + its index among the source's routes of
             the expert) mod (slots of the expert). ``set_placement`` changes it, ``Routed.slot_experts`` tells it.
+        spare_slots: instead of a placement, the default one with so many empty slots more on each rank, for
+            ``set_placement`` to fill.
         rejoin: come back to the ranks of the group, which have masked this one and have their communicator still. It
             waits until they call ``unmask_ranks``, ``open_timeout_s`` long.
 
@@ -115,6 +117,7 @@ class Communicator:
         transport: str = "auto",
         ranks_per_node: int | None = None,
         placement: Placement | None = None,
+        spare_slots: int = 0,
         rejoin: bool = False,
     ) -> None:
         fault: Exception | None = None
@@ -133,18 +136,21 @@ class Communicator:
                 require_eager()
             fault = fault or in_turn
 
+            def placed() -> Placement | None:
+                return placement_of(placement, spare_slots, num_experts, ranks.num_ranks)
+
             def make_request() -> registry.Request:
                 plan = Plan(ranks.num_ranks, num_experts, hidden, top_k, max_tokens_per_rank)
-                if placement is not None:
-                    require_fits(placement, plan)
+                if (first := placed()) is not None:
+                    require_fits(first, plan)
                     require_room(ranks.device, num_experts)
-                plan = plan_of_slots(plan, placement)
+                plan = plan_of_slots(plan, first)
                 options = (backend, plan, dtype, num_sms, checked, transport, ranks_per_node)
                 return registry.Request(ranks.transport, ranks.device, *options)
 
             def terms_of(request: registry.Request) -> dict[str, Any]:
                 alike = request.must_agree() | {"num_experts": num_experts, "on_timeout": on_timeout}
-                return alike | placement_terms(placement)
+                return alike | placement_terms(placed())
 
             def prepare() -> tuple[dict[str, Any], tuple[list[registry.Availability], topology.Place]]:
                 if fault is not None:
@@ -197,7 +203,7 @@ class Communicator:
         if ranks.own_transport:
             ranks.turn = Turn()
         self._ranks = ranks
-        self.engine = Engine(self.plan, ranks, self._choice.backend, placement)
+        self.engine = Engine(self.plan, ranks, self._choice.backend, placed())
         self.kinds = Kinds(self.engine)
 
     @breaks_graph

@@ -55,9 +55,7 @@ class MovingExperts:
             by_memory = comm.engine.capabilities.peer_memory and self._ranks.topology.num_nodes == 1
             self._carrier = make_carrier(self._ranks, by_memory, most) if most else None
 
-    def _prepare(
-        self, placement: Placement, piece_bytes: int, stale: Collection[int]
-    ) -> tuple[dict[str, Any], None]:
+    def _prepare(self, placement: Placement, piece_bytes: int, stale: Collection[int]) -> tuple[dict[str, Any], None]:
         """Check all arguments, plan, and name what all ranks must have alike."""
         comm = self._comm
         comm.engine.raise_known_errors()

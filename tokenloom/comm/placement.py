@@ -158,6 +158,22 @@ class Placement:
         return f"{len(several)} experts replicated (slots): {named}"
 
 
+def placement_of(placement: Placement | None, spare_slots: int, num_experts: int, num_ranks: int) -> Placement | None:
+    """Return the placement that is asked for: itself, or the default one with spare slots on each rank, or None.
+
+    Raises:
+        InvalidArgument: both are asked for, or the number is none.
+    """
+    if isinstance(spare_slots, bool) or not isinstance(spare_slots, int) or spare_slots < 0:
+        raise InvalidArgument(f"spare_slots is {spare_slots!r}, expected a number of slots of each rank, 0 or more")
+    if not spare_slots:
+        return placement
+    if placement is not None:
+        raise InvalidArgument("both placement and spare_slots were passed; a placement has its spare slots itself")
+    local = Plan(num_ranks, num_experts, 1, 1, 1).experts_per_rank
+    return Placement.default(num_experts, num_ranks, local + spare_slots)
+
+
 def plan_of_slots(plan: Plan, placement: Placement | None) -> Plan:
     """Return the plan of which backends know: its experts are the physical slots of a placement."""
     if placement is None:

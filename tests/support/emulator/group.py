@@ -38,12 +38,12 @@ from tokenloom.backends.peers.backend import NvlinkBackend
 from tokenloom.comm import communicator, communicators_by_shape
 from tokenloom.comm.calls import Kinds
 from tokenloom.comm.engine import Engine
-from tokenloom.comm.placement import plan_of_slots
+from tokenloom.comm.placement import placement_of, plan_of_slots
 from tokenloom.errors import PeerTimeout
 from tokenloom.jit import kernel
 from tokenloom.jit.compiler import NO_PRELUDE
 from tokenloom.plan import Plan
-from tokenloom.runtime import kernel_reports
+from tokenloom.runtime import byte_carriers, kernel_reports
 from tokenloom.runtime.collectives import Transfer
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
@@ -412,7 +412,9 @@ def _make_backend(
 
 def _make_communicator(self: tl.Communicator, group: object = None, **options: Any) -> None:
     sizes = {name: options.pop(name) for name in ("num_experts", "hidden", "top_k", "max_tokens_per_rank")}
-    plan, placement = Plan(here.group.num_ranks, **sizes), options.get("placement")
+    plan = Plan(here.group.num_ranks, **sizes)
+    spare = options.get("spare_slots", 0)
+    placement = placement_of(options.get("placement"), spare, plan.num_experts, plan.num_ranks)
     of_slots = plan_of_slots(plan, placement)
     rejoins = options.get("rejoin", False)
     make_ranks = RanksOnStreams if options.get("backend") == "padded" else FakeRanks
@@ -525,6 +527,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (backend_module, "SymmetricBuffer", FakeBuffer),
             (buffers, "SymmetricBuffer", FakeBuffer),
             (nodes_memory, "SymmetricBuffer", FakeBuffer),
+            (byte_carriers, "SymmetricBuffer", FakeBuffer),
             (nodes_gin, "GinMemory", FakeGin),
             (nodes_memory, "free_bytes", lambda device: 2**40),
             (backend_module, "usable_sms", lambda index: 132),
