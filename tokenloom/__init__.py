@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tokenloom.comm.engine import Pending
     from tokenloom.comm.move_experts import MovingExperts, move_experts
     from tokenloom.comm.placement import Placement
+    from tokenloom.comm.restore_experts import restore_experts
     from tokenloom.comm.routed import Routed
     from tokenloom.errors import (
         BackendUnavailable,
@@ -85,6 +86,7 @@ _MODULE_OF = {
     "pack_weights": "ops.quant",
     "quantize_fp8": "ops.quant",
     "quantize_fp8_blocks": "ops.quant",
+    "restore_experts": "comm.restore_experts",
     "shard_state_dict": "training.state_dict",
     "split_parameters": "training.data_parallel",
     "weights_for": "ops.quant",
@@ -134,6 +136,7 @@ __all__ = [
     "pack_weights",
     "quantize_fp8",
     "quantize_fp8_blocks",
+    "restore_experts",
     "shard_state_dict",
     "split_parameters",
     "tune",

@@ -1,4 +1,4 @@
-"""Plans of moves, as properties of random placements: nothing is read after it was overwritten, nothing moves twice."""
+"""Plans of moves, of random placements: nothing is read after it was overwritten, nothing moves in vain."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_without_ranks(pair: tuple[tl.Placement, tl.Placement], data: st.DataObj
     readable = {e for r, row in living_rows(old, masked).items() if r not in stale for e in row} - {-1}
     wanted = {e for row in living_rows(new, masked).values() for e in row} - {-1}
     if readable != wanted:
-        with pytest.raises(tl.InvalidArgument, match="have no slot to be read|on masked ranks alone"):
+        with pytest.raises(tl.InvalidArgument, match=r"have no slot to be read|on masked ranks alone"):
             plan_moves(old, new, masked, stale)
         return
     check(old, new, masked, stale)

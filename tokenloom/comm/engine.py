@@ -140,6 +140,7 @@ class Engine:
         plan: sizes, whose experts are physical slots: what backends know. Without a placement they are the same.
         caller_plan: the same sizes, whose experts are those that callers name.
         slots: what is placed where, or None without a placement.
+        restored: rank that holds each expert which was lost with masked ranks and loaded again.
         ranks: the group, for small collectives beside the calls. Not to be used between the halves of a call.
         capabilities: what the backend can do.
         side_stream: the communicator's own stream, for transfers beside computation.
@@ -155,6 +156,7 @@ class Engine:
         self._sequence: Sequence | None = None
         self._device_index = ranks.device.index
         self.slots: PlacedSlots | None = None
+        self.restored: dict[int, int] = {}
         if placement is not None:
             self.slots = PlacedSlots(placement, ranks.rank, ranks.device, self.masked)
 
@@ -334,7 +336,6 @@ class Engine:
         """
         if not self.capabilities.fused_layer:
             raise BackendUnavailable(f"backend {self.backend_name} has no fused layer; use backend='nvlink'")
-        self.require_no_placement("a fused layer")
         return self._backend.fused_layer(num_shared_experts, recipe)  # type: ignore[attr-defined]
 
     # -- the communicator's own -----------------------------------------------------------------------------

@@ -228,8 +228,9 @@ def move_experts(
         room for one expert if slots change that are not empty.
 
     Raises:
-        ShapeMismatch, DeviceMismatch: a tensor is not as above. InvalidArgument: as ``set_placement``; or the placement
-            has an expert on masked ranks alone, or one that no living rank has (see ``restore_experts``).
+        ShapeMismatch, DeviceMismatch: a tensor is not as above.
+        InvalidArgument: as ``set_placement``; or the placement has an expert on masked ranks alone, or one that no
+            living rank has (see ``restore_experts``).
         PlanMismatch: the ranks passed different arguments. PeerError: an error of another rank.
     """
     return MovingExperts(comm, tensors, placement, piece_bytes, stale)
