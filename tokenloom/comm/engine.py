@@ -364,6 +364,17 @@ class Engine:
             self._backend.members.unmask(ranks)
             self._follow_masks()
 
+    def agree_on_masked(self, phase: str) -> frozenset[int]:
+        """Hear which ranks are masked until all name the same: of one that was late some learn before others.
+
+        Args:
+            phase: what is going on, for errors.
+        """
+        while True:
+            first, *others = agree(self.ranks, lambda: ({}, self.masked), phase)
+            if all(each == first for each in others):
+                return first
+
     # -- placement ------------------------------------------------------------------------------------------
 
     def set_placement(self, placement: Placement) -> None:

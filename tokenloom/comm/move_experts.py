@@ -49,6 +49,7 @@ class MovingExperts:
         self._ended: str | None = None
         self._scratch: torch.Tensor | None = None
         with self._ranks.turn, on_device(comm.device):
+            self._masked = comm.engine.agree_on_masked("move_experts")
             agree(self._ranks, lambda: self._prepare(placement, piece_bytes, stale), "move_experts")
             remote = [[p for p in pieces if p.copy.source[0] != p.copy.to[0]] for pieces, _ in self._steps]
             most = max((_most_bytes_of_a_rank(pieces) for pieces in remote), default=0)
@@ -66,7 +67,6 @@ class MovingExperts:
         if any(isinstance(r, bool) or not isinstance(r, int) or not 0 <= r < comm.num_ranks for r in stale):
             raise InvalidArgument(f"stale is {list(stale)}, expected ranks 0..{comm.num_ranks - 1}")
         self._slots.require_fits(comm)
-        self._masked = comm.engine.masked
         self._before = comm.placement
         self._stages = plan_moves(self._before, placement, self._masked, stale)
         self.placement = self._stages[-1].placement if self._stages else self._before
@@ -79,7 +79,7 @@ class MovingExperts:
         if mine:
             self._scratch = torch.empty(self._slots.expert_bytes, dtype=torch.uint8, device=comm.device)
         alike = {"bytes of each tensor's slot": str(self._slots.sizes), "piece_bytes": piece_bytes}
-        return terms | alike | {"stale": str(sorted(stale)), "masked ranks": str(sorted(self._masked))}, None
+        return terms | alike | {"stale": str(sorted(stale))}, None
 
     @property
     def num_steps(self) -> int:
@@ -152,17 +152,17 @@ class MovingExperts:
     def _agree(self, more: Callable[[], dict[str, Any]], what: str) -> None:
         """Hear whether all ranks are at the same step, and nobody was masked since the move began."""
 
-        def prepare() -> tuple[dict[str, Any], None]:
+        def prepare() -> tuple[dict[str, Any], frozenset[int]]:
             self._comm.engine.raise_known_errors()
             if self._comm.placement != self._before:
                 raise InvalidArgument("the placement was changed while experts move; begin another move")
-            return {"step of move_experts": f"{self.step_number} {what}", **more()}, None
+            return {"step of move_experts": f"{self.step_number} {what}", **more()}, self._comm.engine.masked
 
-        agree(self._ranks, prepare, "move_experts")
-        gone = sorted(self._comm.engine.masked ^ self._masked)
+        # What they say, not what this rank knows: of a rank that was late, some learn before others.
+        gone = sorted({rank for said in agree(self._ranks, prepare, "move_experts") for rank in said ^ self._masked})
         if gone:
-            masked = gone[0] in self._comm.engine.masked
-            self._ended = f"rank {gone[0]} was {'masked' if masked else 'taken back'} while experts moved"
+            back = gone[0] in self._masked
+            self._ended = f"rank {gone[0]} was {'taken back' if back else 'masked'} while experts moved"
             self.close()
             raise PeerError(gone[0], f"{self._ended}; the placement of now rules, begin another move")
 

@@ -56,6 +56,9 @@ def restore_experts(
     Collective among the ranks that are left, between calls. Slots that are empty come first, then those of experts
     with other living replicas. Masked ranks keep their slots in the table, and have them again if they come back.
 
+    With ``on_timeout="mask"`` some ranks may learn of a loss one call before others. So call it where all ranks come
+    by, such as behind every tenth call, lost experts or not.
+
     Args:
         comm: made with a placement.
         tensors: what each slot of this rank has, as in ``move_experts``.
@@ -73,21 +76,23 @@ def restore_experts(
     engine, slots = comm.engine, SlotBytes(tensors)
     loaded: dict[int, list[torch.Tensor]] = {}
     plans: list[tuple[Placement, Restored]] = []
+    masked = frozenset[int]()
 
     def prepare() -> tuple[dict[str, Any], None]:
         engine.raise_known_errors()
         if comm.placement is None:
             raise InvalidArgument("this communicator was made without a placement, so no slot can take a lost expert")
         slots.require_fits(comm)
-        plans.append(plan_restore(comm.placement, engine.masked))
+        plans.append(plan_restore(comm.placement, masked))
         placement, found = plans[0]
         terms = engine.terms_of_next(placement)
         for expert, (rank, _) in found.items():
             if rank == comm.rank:
                 loaded[expert] = _checked(expert, restore(expert), tensors)
-        return terms | {"masked ranks": str(sorted(engine.masked))}, None
+        return terms, None
 
     with engine.ranks.turn, on_device(comm.device), torch.no_grad():
+        masked = engine.agree_on_masked("restore_experts")
         agree(engine.ranks, prepare, "restore_experts")
         placement, found = plans[0]
         if not found:
