@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from tokenloom.backends.seam import DispatchOut, Strategy
     from tokenloom.comm.communicator import Communicator
     from tokenloom.comm.engine import Pending
+    from tokenloom.comm.expert_stats import ExpertStats
     from tokenloom.comm.move_experts import MovingExperts, move_experts
     from tokenloom.comm.placement import Placement
+    from tokenloom.comm.plan_replicas import plan_replicas
     from tokenloom.comm.restore_experts import restore_experts
     from tokenloom.comm.routed import Routed
     from tokenloom.errors import (
@@ -62,6 +64,7 @@ _MODULE_OF = {
     "Communicator": "comm.communicator",
     "DispatchOut": "backends.seam",
     "ExpertParallelMoE": "training.layer",
+    "ExpertStats": "comm.expert_stats",
     "MegaMoE": "inference.mega_moe",
     "MovingExperts": "comm.move_experts",
     "Pending": "comm.engine",
@@ -84,6 +87,7 @@ _MODULE_OF = {
     "interleave_gate_and_up": "ops.gemm",
     "move_experts": "comm.move_experts",
     "pack_weights": "ops.quant",
+    "plan_replicas": "comm.plan_replicas",
     "quantize_fp8": "ops.quant",
     "quantize_fp8_blocks": "ops.quant",
     "restore_experts": "comm.restore_experts",
@@ -103,6 +107,7 @@ __all__ = [
     "DispatchOut",
     "DtypeMismatch",
     "ExpertParallelMoE",
+    "ExpertStats",
     "FourBits",
     "InvalidArgument",
     "InvalidExpertId",
@@ -134,6 +139,7 @@ __all__ = [
     "interleave_gate_and_up",
     "move_experts",
     "pack_weights",
+    "plan_replicas",
     "quantize_fp8",
     "quantize_fp8_blocks",
     "restore_experts",

@@ -219,3 +219,38 @@ def test_a_chart_shows_every_row(tmp_path: Path) -> None:
         "nvlink, 8 SMs, graph",
     ]
     assert all(word in figure.get_suptitle() for word in ("2 ranks on a machine", "torch", "abc"))
+
+
+def test_command_of_skewed_routings(
+    pools: Callable[[str], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two routings, each without and with replicas, side by side: rows say how uneven they are, and how full the
+    fullest rank is, which replicas make emptier. The chart has a curve for each, over MaxVio."""
+    figures = pytest.importorskip("matplotlib.figure")
+    json_file, png_file = tmp_path / "rows.json", tmp_path / "chart.png"
+    command = ["bench", "comm", "--device", "cpu", "--ranks", "2", "--iterations", "1", "--case", "small"]
+    command += ["--max-vio", "0,2", "--spare-slots", "2", "--timing", "wall", "--only", "bf16/slots"]
+    drawn = []
+    with mock.patch.object(figures.Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure)):
+        shown = run_command(pools, monkeypatch, [*command, "--json", str(json_file), "--plot", str(png_file)])
+    rows = {row["name"]: row["setup"] for row in json.loads(json_file.read_text())["rows"]}
+    sizes = "collective/ep2/t64/h256/k2/bf16"
+    for what in ("dispatch", "combine"):
+        name = f"{what}/{sizes}/slots/wall"
+        even, skewed, replicated = rows[name], rows[f"{name}/v2"], rows[f"{name}/v2/spare2"]
+        assert (even["max_vio"], skewed["max_vio"], replicated["max_vio"]) == (0, 2, 2)
+        assert (skewed["spare_slots"], replicated["spare_slots"]) == (None, 2)
+        assert skewed["fullest_rank"] > 1.1 > replicated["fullest_rank"] >= 1
+        assert f"{name}/spare2" in rows
+        assert f"{label(name)}/v2/spare2" in shown
+    assert len(rows) == 8
+    assert "fullest rank: routes of the rank with most" in " ".join(shown.split())
+    (figure,) = drawn
+    titles = [axes.get_title().partition("\n")[0] for axes in figure.axes]
+    assert titles == ["dispatch bf16 slots", "combine bf16 slots"]
+    for axes in figure.axes:
+        assert [line.get_label() for line in axes.lines] == [
+            "collective, wall",
+            "collective, wall, 2 spare slots a rank",
+        ]
+        assert all(list(line.get_xdata()) == [0.0, 2.0] for line in axes.lines)

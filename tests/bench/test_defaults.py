@@ -34,7 +34,7 @@ def rival_layer() -> tuple[torch.Tensor, ...]:
     def draw(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, generator=generator, dtype=torch.float32, device=CPU).requires_grad_()
 
-    problem = make_problem(12, Weights(draw(8, 16), (draw(8, 12, 16), draw(8, 16, 6))), 3, skew=1.0)
+    problem = make_problem(12, Weights(draw(8, 16), (draw(8, 12, 16), draw(8, 16, 6))), 3, max_vio=1.0)
     return problem.x.detach(), torch_layer(problem.x, problem.weights, 3, own_experts).detach()
 
 

@@ -75,7 +75,7 @@ def run(device: str) -> Run:
 
 
 def of_tune(iterations: int) -> None:
-    options: dict[str, Any] = {"dtype": "bf16", "skew": 0.0, "backend": "auto"}
+    options: dict[str, Any] = {"dtype": "bf16", "backend": "auto"}
     tune.run_tune(run("cpu"), SHAPE, intermediate=64, iterations=iterations, **options)
 
 
@@ -90,7 +90,7 @@ def of_comm(iterations: int) -> None:
 
 
 def of_mega(iterations: int) -> None:
-    mega.run_mega(run("cuda"), MegaShape(256, 128, 4, 2), [1], iterations)
+    mega.run_mega(run("cuda"), [MegaShape(256, 128, 4, 2)], [1], iterations)
 
 
 @pytest.mark.parametrize("command", [of_tune, of_train, of_comm, of_mega])

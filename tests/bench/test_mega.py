@@ -38,16 +38,16 @@ NUM_TOKENS = [1, 200]
 
 
 def test_routing_is_masked_and_skewed() -> None:
-    """A token gets different experts; the favourite of Zipf's law gets most tokens, and is the same on all ranks."""
+    """A token gets different experts; the favourite gets most tokens, and is the same on all ranks."""
     even = SHAPE.topk_ids(0, 1000)
     assert even.dtype == torch.int32
     assert (even[:, 0] != even[:, 1]).all()
     assert not even.equal(SHAPE.topk_ids(1, 1000))
     masked = MegaShape(256, 128, 4, 2, masked_ratio=0.25).topk_ids(0, 1000)
     assert 0.2 < (masked < 0).float().mean() < 0.3
-    skewed = [MegaShape(256, 128, 64, 2, skew=2.0).topk_ids(rank, 1000).flatten().bincount() for rank in (0, 1)]
+    skewed = [MegaShape(256, 128, 64, 2, max_vio=20.0).topk_ids(rank, 1000).flatten().bincount() for rank in (0, 1)]
     assert skewed[0].argmax() == skewed[1].argmax()
-    assert skewed[0].max() > 700
+    assert 20 < skewed[0].max() / (1000 * 2 / 64) < 22
     assert SHAPE.topk_ids(0, 0).shape == (0, 2)
 
 
@@ -306,7 +306,10 @@ class FakePool:
         assert function is mega.measure_on_rank
         against, traced = rest[-2:]
         assert against in ([], ["deep_gemm"])
-        found = [[made_up(rank, each, rival=bool(against)) for each in tokens] for rank in range(self.num_ranks)]
+        found = [
+            [made_up(rank, each, rival=bool(against)) for _ in shape for each in tokens]
+            for rank in range(self.num_ranks)
+        ]
         if traced:
             for each in found:
                 each[-1] = replace(each[-1], traced=made_up_times(1))
@@ -316,6 +319,44 @@ class FakePool:
 def fake_setup(device: str, num_ranks: int, command: Any) -> dict[str, Any]:
     known = {"commit": "abc", "tokenloom": "1", "torch": "2", "nccl": None, "driver": None, "device_name": "a machine"}
     return known | {"device": device, "num_ranks": num_ranks, "command": " ".join(command)}
+
+
+def test_skewed_routings_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of tokens with each MaxVio, in names, table and setup, with the load of the fullest rank. The chart
+    has a curve over MaxVio for each number of tokens."""
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *args, **kw: drawn.append(figure))
+    monkeypatch.setattr(setup, "RankPool", FakePool)
+    monkeypatch.setattr(setup, "run_setup", fake_setup)
+    shapes = [MegaShape(256, 128, 8, 2, max_vio=each) for each in (0.0, 2.5)]
+    json_file, console = tmp_path / "rows.json", Console(width=120, highlight=False)
+    with console.capture() as captured:
+        run = Run(console, 2, "cuda", ["bench", "mega"], json_file, tmp_path / "chart.png")
+        mega.run_mega(run, shapes, [8, 16], 3)
+    rows = json.loads(json_file.read_text())["rows"]
+    assert [row["name"] for row in rows] == [
+        f"mega/ep2/t{tokens}/h256/i128/e8/k2{skew}/graph" for skew in ("", "/v2.5") for tokens in (8, 16)
+    ]
+    assert [row["setup"]["max_vio"] for row in rows] == [0, 0, 2.5, 2.5]
+    full = [row["setup"]["fullest_rank"] for row in rows]
+    assert full == [mega_work.work(shape, 2, each).fullest_rank for shape in shapes for each in (8, 16)]
+    assert min(full) > 1
+    text = captured.get()
+    assert f"2.5 {full[3]:.2f}" in " ".join(text.split())
+    assert "MaxVio of the routing" in " ".join(text.split())
+    (figure,) = drawn
+    assert [axes.get_title() for axes in figure.axes] == ["8 tokens a rank", "16 tokens a rank"]
+    for axes in figure.axes:
+        (line,) = axes.lines
+        assert list(line.get_xdata()) == [0.0, 2.5]
+
+
+def test_fullest_rank_by_hand(two_ranks: list[torch.Tensor]) -> None:
+    """Three routes of five are on rank 0, which is 1.2 times the mean; without routes all ranks are as full."""
+    assert mega_work.work(SHAPE, 2, 2).fullest_rank == pytest.approx(1.2)
+    two_ranks[:] = [torch.full((2, 2), -1)] * 2
+    assert mega_work.work(SHAPE, 2, 2).fullest_rank == 1
 
 
 @pytest.mark.parametrize("against", [["deep_gemm"], []])
@@ -334,7 +375,7 @@ def test_every_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     console = Console(width=120, highlight=False)
     with fake_deep_gemm(), console.capture() as captured:
         run = Run(console, 2, "cuda", ["bench", "mega"], json_file, plot_file)
-        mega.run_mega(run, SHAPE, [16, 8], 3, cold=True, against=against, trace_file=trace_file)
+        mega.run_mega(run, [SHAPE], [16, 8], 3, cold=True, against=against, trace_file=trace_file)
     text = " ".join(captured.get().split())
     found = json.loads(json_file.read_text())
     rows = found["rows"]
@@ -400,7 +441,7 @@ def run_tiny(tmp_path: Path, shape: MegaShape, **options: Any) -> tuple[dict[str
     file = tmp_path / "rows.json"
     console = Console(width=120, highlight=False)
     with console.capture() as captured:
-        mega.run_mega(Run(console, NUM_GPUS, "cuda", ["bench", "mega"], file), shape, NUM_TOKENS, 3, **options)
+        mega.run_mega(Run(console, NUM_GPUS, "cuda", ["bench", "mega"], file), [shape], NUM_TOKENS, 3, **options)
     return json.loads(file.read_text()), captured.get()
 
 
@@ -408,7 +449,7 @@ def run_tiny(tmp_path: Path, shape: MegaShape, **options: Any) -> tuple[dict[str
 @pytest.mark.alone
 @pytest.mark.skipif(WHY_NO_HOPPER is not None, reason=str(WHY_NO_HOPPER))
 def test_it_runs(tmp_path: Path) -> None:
-    found, _ = run_tiny(tmp_path, MegaShape(512, 256, 4 * NUM_GPUS, 2, masked_ratio=0.1, skew=0.5))
+    found, _ = run_tiny(tmp_path, MegaShape(512, 256, 4 * NUM_GPUS, 2, masked_ratio=0.1, max_vio=0.5))
     assert [row["setup"]["num_tokens"] for row in found["rows"]] == NUM_TOKENS
     for row in found["rows"]:
         assert row["p50_us"] > 0

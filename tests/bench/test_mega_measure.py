@@ -335,7 +335,7 @@ def measure_with_stand_ins(context: RankContext, against: Sequence[str]) -> list
     with ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
-        return mega.measure_on_rank(context, shape, [1, 40], 4, False, against)
+        return mega.measure_on_rank(context, [shape], [1, 40], 4, False, against)
 
 
 @pytest.mark.parametrize("against", [["deep_gemm", "composed"], ["composed"], []])

@@ -107,7 +107,8 @@ def test_both_ways_to_say_the_sizes(sizes: list[str], monkeypatch: pytest.Monkey
     monkeypatch.setattr(train, "run_train", lambda *arguments: given.append(arguments) or True)
     done = CliRunner().invoke(app.app, [*COMMAND, *sizes, "--dtype", "fp32"])
     assert done.exit_code == 0, done.output
-    ((run, shape, options),) = given
+    ((run, shape, options, max_vios),) = given
+    assert max_vios == [0.0]
     assert (run.num_ranks, run.device, shape, options.dtype) == (2, "cpu", SHAPE, "fp32")
 
 
@@ -118,7 +119,7 @@ def measure_with(context: RankContext, changes: dict[str, Any], shape: TrainShap
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": "fp32", "skew": 1.0, "redispatch_in_backward": True},
+        {"dtype": "fp32", "max_vio": 1.0, "redispatch_in_backward": True},
         {"strategy": tl.Strategy("dedup", "all_to_all"), "pool_rows": 300, "overlap": False},
     ],
     ids=["fp32, skewed, sent again", "all-to-all, pool"],

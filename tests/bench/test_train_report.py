@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from rich.console import Console
 
 import tokenloom as tl
-from tokenloom.bench import train
+from tokenloom.bench import setup, train
 from tokenloom.bench.differences import Difference, compare, total
 from tokenloom.bench.harness import Measured
 from tokenloom.bench.rivals.torch_layer import own_experts, torch_experts, torch_layer
@@ -26,11 +28,11 @@ OPTIONS = TrainOptions("bf16", 0.0, None, True, False, None, True, 3)
 
 
 def test_skewed_tokens_go_where_they_are_drawn_to() -> None:
-    """The router chooses what Zipf's law drew, in spite of rounding; without a skew it chooses by itself."""
+    """The router chooses what was drawn, in spite of rounding; without a MaxVio it chooses by itself."""
     router, w1, w2 = (torch.randn(sizes).bfloat16() for sizes in ((16, 64), (16, 8, 64), (16, 64, 4)))
     weights = Weights(router, (w1, w2))
     weights.router.mul_(0.1)
-    problem = make_problem(500, weights, 3, skew=1.2, seed=5)
+    problem = make_problem(500, weights, 3, max_vio=1.2, seed=5)
     _, ids = choose(problem, 3)
     drawn = draw_topk_ids(5, 500, 16, 3, 1.2)
     assert ids.sort().values.tolist() == drawn.sort().values.tolist()
@@ -89,6 +91,41 @@ def shown(*tables: Any, width: int = 120) -> str:
         for table in tables:
             console.print(Fitted(table))
     return captured.get()
+
+
+class Pool:
+    """Two ranks that have found what is made up."""
+
+    def __init__(self, num_ranks: int, device: str) -> None:
+        assert num_ranks == 2
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def run(self, function: Any, shape: TrainShape, options: TrainOptions, **limits: Any) -> list[TrainFound]:
+        return [replace(made_up(rank), routes=100 + 50 * rank * int(options.max_vio)) for rank in range(2)]
+
+
+def test_skewed_routings_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each MaxVio has a report, and rows of its own name, with how full the fullest rank was. What no routing can be
+    is refused before anything starts."""
+    monkeypatch.setattr(setup, "RankPool", Pool)
+    file, console = tmp_path / "rows.json", Console(width=120, highlight=False)
+    shape, options = replace(SHAPE, hidden=32), OPTIONS
+    with console.capture() as captured:
+        assert train.run_train(setup.Run(console, 2, "cpu", ["bench"], file), shape, options, [0.0, 2.0])
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["name"].endswith("/forward")]
+    of_ours = {row["name"]: row["setup"] for row in rows if row["who"] == OURS}
+    sizes = "train/nvlink/ep2/t96/h32/i24/e24/k3/bf16"
+    assert list(of_ours) == [f"{sizes}/forward", f"{sizes}/v2/forward"]
+    assert [each["max_vio"] for each in of_ours.values()] == [0, 2]
+    assert [each["fullest_rank"] for each in of_ours.values()] == [1.0, pytest.approx(200 / 150)]
+    assert captured.get().count("MaxVio ") == 2
+    with pytest.raises(tl.InvalidArgument, match="max_vio is 7, expected less than 7"):
+        train.run_train(setup.Run(console, 2, "cpu", ["bench"]), shape, options, [0.0, 7.0])
 
 
 def test_numbers_by_hand() -> None:

@@ -46,12 +46,12 @@ MISTAKES = [
     ),
     (f"tune {SIZES}", "--top-k is missing; see tokenloom tune --help"),
     (
-        f"tune {SIZES} --top-k 2 --skew nan",
-        "--skew is nan, expected a number of at least 0; see tokenloom tune --help",
+        f"tune {SIZES} --top-k 2 --max-vio nan",
+        "--max-vio is nan, expected a number of at least 0; see tokenloom tune --help",
     ),
     (
-        f"tune {SIZES} --top-k 2 --skew inf",
-        "--skew is inf, expected a number of at least 0; see tokenloom tune --help",
+        f"tune {SIZES} --top-k 2 --max-vio inf",
+        "--max-vio is inf, expected a number of at least 0; see tokenloom tune --help",
     ),
     (
         f"tune {SIZES} --top-k 9 --device cpu",

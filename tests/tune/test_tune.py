@@ -132,7 +132,7 @@ class Meter:
 
 
 def profile_by_meter(context: RankContext, folder: Path, **options: Any) -> Profile:
-    defaults = {"num_tokens": TOKENS, "backend": "collective", "iterations": ITERATIONS, "skew": 1.0}
+    defaults = {"num_tokens": TOKENS, "backend": "collective", "iterations": ITERATIONS, "max_vio": 1.0}
     with use_folder(folder), Meter(context).patched():
         return tl.tune.profile(context.group, device=context.device, **(SIZES | defaults | options))
 
@@ -197,7 +197,7 @@ def bytes_sent(context: RankContext) -> dict[Any, int]:
     options: dict[str, Any] = {"device": context.device, "backend": "collective"}
     found = {}
     with tl.Communicator(context.group, **dict(zip(names, plan, strict=True)), **options) as comm:
-        calls = profiler._Transfers(comm, INTERMEDIATE, BF16, skew=1.5).calls()
+        calls = profiler._Transfers(comm, INTERMEDIATE, BF16, max_vio=1.5).calls()
         for who, its in calls.items():
             with (
                 mock.patch.object(dist, "all_to_all_single", scatter),
@@ -213,7 +213,7 @@ def bytes_sent(context: RankContext) -> dict[Any, int]:
 def test_draws_do_not_depend_on_the_callers_defaults(default: str | torch.dtype) -> None:
     """The same seed gives the same routes in every program."""
     shape: dict[str, Any] = {"rank": 1, "num_tokens": 50, "num_experts": 16, "top_k": 3}
-    draw = partial(draw_topk_ids, **shape, skew=1.2, masked_ratio=0.3)
+    draw = partial(draw_topk_ids, **shape, max_vio=1.2, masked_ratio=0.3)
     want = draw()
     with caller_default(default):
         found = draw()
@@ -225,13 +225,13 @@ def test_bytes_are_those_that_travel(ranks: Ranks, tmp_path: Path) -> None:
     """Counted at the collectives, on the busiest rank; and it is they that the table's GB/s are of."""
     by_rank = ranks.run(bytes_sent)
     plan = Plan(ranks.num_ranks, NUM_EXPERTS, HIDDEN, TOP_K, TOKENS)
-    ids = [draw_topk_ids(rank, TOKENS, NUM_EXPERTS, TOP_K, skew=1.5) for rank in range(ranks.num_ranks)]
+    ids = [draw_topk_ids(rank, TOKENS, NUM_EXPERTS, TOP_K, max_vio=1.5) for rank in range(ranks.num_ranks)]
     rows = torch.from_numpy(rows_between(ids, plan.experts_per_rank, plan.num_ranks))
     holders = [torch.bincount(each.flatten() // plan.experts_per_rank, minlength=plan.num_ranks) for each in ids]
     expected = profiler.sent_bytes(plan, rows, torch.stack(holders), BF16)
     assert {who: max(each[who] for each in by_rank) for who in by_rank[0]} == expected
     assert ranks.num_ranks == 1 or len(set(expected.values())) > 3, "else this would not tell one from another"
-    for row in ranks.run(profile_by_meter, tmp_path, skew=1.5)[0].rows:
+    for row in ranks.run(profile_by_meter, tmp_path, max_vio=1.5)[0].rows:
         sent = row.physical_gbytes_per_s * row.alone_ms * 1e6
         assert sent == pytest.approx(expected[row.operation, row.strategy])
 
@@ -263,7 +263,7 @@ def refuse(context: RankContext, folder: Path) -> None:
     for options, said in (
         ({"intermediate": 0}, "intermediate is 0"),
         ({"iterations": 0}, "iterations is 0"),
-        ({"skew": -1.0}, "skew is -1"),
+        ({"max_vio": -1.0}, "max_vio is -1"),
         ({"top_k": 9}, "top_k is 9"),
         ({"num_experts": 7}, "num_experts is 7" if 7 % context.num_ranks else None),
     ):
@@ -271,8 +271,8 @@ def refuse(context: RankContext, folder: Path) -> None:
             with pytest.raises(tl.InvalidArgument, match=said):
                 profile_by_meter(context, folder, **options)
     if context.num_ranks > 1:
-        with pytest.raises(tl.PlanMismatch, match="skew"):
-            profile_by_meter(context, folder, skew=float(context.rank))
+        with pytest.raises(tl.PlanMismatch, match="max_vio"):
+            profile_by_meter(context, folder, max_vio=context.rank / 4)
 
 
 def test_what_cannot_be_measured(ranks: Ranks, tmp_path: Path) -> None:
@@ -482,14 +482,14 @@ def tune_command(*arguments: str) -> Any:
 def test_the_command(folder: Path, tmp_path: Path, pools: Callable[[str], RankPool]) -> None:
     """It prints a table, keeps the choice for layers on two ranks, and writes rows with their setup."""
     with borrowed(setup, pools):
-        done = tune_command("--skew", "0.5", "--iterations", "2", "--json", str(tmp_path / "rows.json"))
+        done = tune_command("--max-vio", "0.5", "--iterations", "2", "--json", str(tmp_path / "rows.json"))
     assert done.exit_code == 0, done.output
     said = json.loads((tmp_path / "rows.json").read_text())
     assert [(row["operation"], row["strategy"]) for row in said["rows"]] == list(CANDIDATES)
     assert all(row["alone_ms"] > 0 and row["score_ms"] > row["with_gemm_ms"] > 0 for row in said["rows"])
     setting = own_setting(num_ranks=2)
     assert asdict(setting).items() <= said["setup"].items()
-    assert (said["setup"]["skew"], said["setup"]["iterations"]) == (0.5, 2)
+    assert (said["setup"]["max_vio"], said["setup"]["iterations"]) == (0.5, 2)
     winners = {row["operation"]: row["strategy"] for row in said["rows"] if row["wins"]}
     assert choices.find(setting) == tl.Strategy(**winners)
     assert f"kept in {folder / setting.file_name}" in " ".join(done.output.split())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +19,7 @@ from tokenloom.backends import registry
 from tokenloom.bench import clock, comm_work, harness, legends
 from tokenloom.bench.comm_work import CallSeries, Traffic, label, sums_per_rank
 from tokenloom.bench.harness import Contestant, Measured, Sample, take_turns
-from tokenloom.bench.plot import load_matplotlib, write_bars_png
+from tokenloom.bench.plot import load_matplotlib, write_bars_png, write_curves_by_max_vio_png
 from tokenloom.bench.rivals import deep_ep
 from tokenloom.bench.setup import TRANSPORTS, Run, machine
 from tokenloom.bench.tables import counted, make_table, say
@@ -104,12 +104,13 @@ class CallMaker:
         self._context = context
         self._inputs = inputs
         self._stack = stack
-        self._communicators: dict[tuple[str, int | None], Communicator] = {}
+        self._communicators: dict[tuple[Any, ...], Communicator] = {}
         self._deep_ep: deep_ep.DeepEp | None = None
 
     def ours(self, series: CallSeries) -> OurCall:
         """The operation of a series of one of our backends. Collective."""
-        return OurCall(self._communicator(series), series, self._inputs)
+        inputs = self._inputs.under(series.routing(self._context.num_ranks))
+        return OurCall(self._communicator(series), series, inputs)
 
     def call(self, series: CallSeries) -> Callable[[], Any]:
         """The operation of any series, as a call of one piece. Collective."""
@@ -119,12 +120,12 @@ class CallMaker:
 
     def check(self, series: CallSeries) -> None:
         """Raise what calls of our own backends left behind: a graph cannot raise by itself."""
-        comm = self._communicators.get((series.backend, series.num_sms))
+        comm = self._communicators.get(_communicator_of(series))
         if comm is not None:
             comm.check()
 
     def _communicator(self, series: CallSeries) -> Communicator:
-        key = (series.backend, series.num_sms)
+        key = _communicator_of(series)
         if key not in self._communicators:
             shape = self._inputs.shape
             comm = Communicator(
@@ -137,6 +138,7 @@ class CallMaker:
                 device=self._context.device,
                 num_sms=series.num_sms or registry.DEFAULT_SMS,
                 ranks_per_node=series.ranks_per_node,
+                placement=series.routing(self._context.num_ranks).placement,
             )
             self._communicators[key] = self._stack.enter_context(comm)
         return self._communicators[key]
@@ -146,6 +148,11 @@ class CallMaker:
             plan = self._inputs.shape.plan(self._context.num_ranks)
             self._deep_ep = self._stack.enter_context(closing(deep_ep.DeepEp(self._context.group, plan)))
         return self._deep_ep
+
+
+def _communicator_of(series: CallSeries) -> tuple[Any, ...]:
+    """What series have alike that share a communicator."""
+    return series.backend, series.num_sms, series.spare_slots
 
 
 class Gemm:
@@ -395,8 +402,13 @@ left out."""
 
 def _table(kind: str, shape: CallSizes, rows: Sequence[Row]) -> Table:
     (what, *headers), cells = KINDS[kind]
-    headers = [what, "SMs", "floor\nµs", *headers]
+    headers = [what, "SMs", "floor\nµs", *headers, "fullest\nrank"]
+    fullest = any(row.setup["max_vio"] or row.setup.get("spare_slots") is not None for row in rows)
     lines = [(label(row.name), str(row.num_sms or MISSING), _us(row.floor_us), *cells(row)) for row in rows]
+    lines = [
+        (*line, f"{row.setup['fullest_rank']:.2f}" if fullest else MISSING)
+        for line, row in zip(lines, rows, strict=True)
+    ]
     filled = [place for place in range(len(headers)) if any(line[place] != MISSING for line in lines)]
     return make_table(
         [headers[place] for place in filled],
@@ -425,19 +437,20 @@ def measure(
         iterations: samples of each, in turns, after a fifth as many to warm up.
         starting: called with what is about to be measured.
     """
-    for shape, found in groupby(series, lambda each: each.shape):
+    for _, found in groupby(series, lambda each: each.shape):
         together = list(found)
         limit_s = harness.limit_s(iterations) * len({each.operation for each in together})
         results = pool.run(measure_on_rank, together, iterations, limit_s=limit_s, on_event=starting)
-        plan, ids = shape.plan(pool.num_ranks), [shape.topk_ids(rank) for rank in range(pool.num_ranks)]
         for index, each in enumerate(together):
-            rows = comm_work.count_rows(plan, ids, each.ranks_per_node if each.backend == "network" else None)
+            routing = each.routing(pool.num_ranks)
+            nodes_of = each.ranks_per_node if each.backend == "network" else None
+            rows = comm_work.count_rows(routing.plan, routing.topk_ids, nodes_of)
             yield make_row(
                 each.name(pool.num_ranks),
                 [result[index] for result in results],
-                comm_work.moved(plan, rows, each.operation),
+                comm_work.moved(routing.plan, rows, each.operation),
                 each.num_sms,
-                _setup_of(each, pool, iterations),
+                _setup_of(each, pool, iterations) | {"fullest_rank": routing.fullest_rank},
                 on_links=pool.device == "cuda",
                 counted=each.backend == deep_ep.NAME or sums_per_rank(each.backend),
             )
@@ -458,7 +471,8 @@ def _setup_of(series: CallSeries, pool: RankPool, iterations: int) -> dict[str, 
         "scale_layout": series.scale_layout,
         "beside_us": series.beside_us,
         "calls_per_sample": calls.get(series.timing, 1),
-        "routing": "uniform",
+        "spare_slots": series.spare_slots,
+        "routing": "lognormal" if series.shape.max_vio else "uniform",
         "routing_seed": ROUTING_SEED,
         "iterations": iterations,
         "warm_up_iterations": warm_up_iterations(iterations),
@@ -487,7 +501,9 @@ def run_comm(run: Run, series: Sequence[CallSeries], notes: Sequence[str], itera
         "pairs": EAGER_PAIRS[run.device],
     }
     floors = [legends.COMM_FLOOR] if any(row.floor_us is not None for row in measured) else []
-    texts = (legends.COMM, *floors, *(text for kind, text in legends.COMM_KINDS.items() if kind in kinds))
+    skewed = [legends.SKEW] if any(row.setup["max_vio"] for row in measured) else []
+    skewed += [legends.SPARE] if any(row.setup["spare_slots"] is not None for row in measured) else []
+    texts = (legends.COMM, *floors, *skewed, *(text for kind, text in legends.COMM_KINDS.items() if kind in kinds))
     run.say(*(text.format(**numbers) for text in texts))
     run.keep(setup, notes, measured)
     if run.plot_file is not None:
@@ -496,7 +512,18 @@ def run_comm(run: Run, series: Sequence[CallSeries], notes: Sequence[str], itera
 
 
 def write_chart(file: Path, setup: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Draw the median of every row as a bar: a chart for each shape, a group for each operation."""
+    """Draw the median of every row: against MaxVio where there are several, else as a bar.
+
+    There is a chart of curves for each operation and shape, and one of bars for each shape, in groups by operation.
+    """
+    if len({row.setup["max_vio"] for row in rows}) > 1:
+        curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for row in rows:
+            above = f"{_operation(row)}\n{_title(replace(_shape(row), max_vio=0.0))}"
+            points = curves.setdefault(above, {}).setdefault(_who(row), [])
+            points.append((row.setup["max_vio"], row.p50_us))
+        write_curves_by_max_vio_png(file, setup, "dispatch and combine", curves)
+        return
     charts = {
         _title(shape): [(_operation(row), _who(row), row.p50_us) for row in alike]
         for shape, alike in groupby(rows, _shape)
@@ -510,13 +537,16 @@ def _shape(row: Row) -> CallSizes:
 
 def _title(shape: CallSizes) -> str:
     sizes = f"{shape.num_tokens} tokens a rank, hidden {shape.hidden}"
-    return f"{sizes}, top-{shape.top_k} of {shape.num_experts} experts"
+    skew = f", MaxVio {shape.max_vio:g}" if shape.max_vio else ""
+    return f"{sizes}, top-{shape.top_k} of {shape.num_experts} experts{skew}"
 
 
 def _who(row: Row) -> str:
     sms = "" if row.num_sms is None else f", {row.num_sms} SMs"
     halves = ", halves around a GEMM" if kind_of(row) == "halves" else ""
-    return f"{row.setup['backend']}{sms}, {row.setup['timing']}{halves}"
+    spare = row.setup.get("spare_slots")
+    replicas = "" if spare is None else f", {counted(spare, 'spare slot')} a rank"
+    return f"{row.setup['backend']}{sms}, {row.setup['timing']}{halves}{replicas}"
 
 
 def _operation(row: Row) -> str:

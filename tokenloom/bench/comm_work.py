@@ -13,7 +13,7 @@ from tokenloom.backends import registry
 from tokenloom.backends.nodes.hierarchical.exchange import WORD
 from tokenloom.bench.rivals import deep_ep
 from tokenloom.bench.setup import TRANSPORTS
-from tokenloom.bench.workload import LINK_GBYTES_PER_S, CallSizes, Operation, Payload
+from tokenloom.bench.workload import LINK_GBYTES_PER_S, CallSizes, Operation, Payload, Routing
 from tokenloom.comm.communicator import ScaleLayout, Sizes
 from tokenloom.comm.routed import Layout
 from tokenloom.errors import BackendUnavailable, InvalidArgument
@@ -44,12 +44,19 @@ CASES = (
 )
 
 
-def shapes_for(names: Sequence[str], device: str, tokens: Sequence[int] = (), **sizes: int | None) -> list[CallSizes]:
+def shapes_for(
+    names: Sequence[str],
+    device: str,
+    tokens: Sequence[int] = (),
+    max_vios: Sequence[float] = (0.0,),
+    **sizes: int | None,
+) -> list[CallSizes]:
     """Shapes to measure.
 
     Args:
         names: cases; none given, those meant for the device.
         tokens: numbers of tokens that replace each shape's own.
+        max_vios: each shape is measured with a routing of each of these.
         sizes: hidden, top_k, num_experts; those that are not None replace a shape's own.
 
     Returns:
@@ -59,9 +66,10 @@ def shapes_for(names: Sequence[str], device: str, tokens: Sequence[int] = (), **
     picked = [by_name[name] for name in names] or [case for case in CASES if case.device == device]
     given = {name: value for name, value in sizes.items() if value is not None}
     shapes = [
-        replace(case.shape, num_tokens=count, **given)
+        replace(case.shape, num_tokens=count, max_vio=max_vio, **given)
         for case in picked
         for count in tokens or [case.shape.num_tokens]
+        for max_vio in max_vios
     ]
     return list(dict.fromkeys(shapes))
 
@@ -130,6 +138,8 @@ class CallSeries:
         num_sms: SMs that its kernels take; None where that is not known.
         beside_us: microseconds of the GEMM that runs between the two halves of the operation; None for a call of one
             piece.
+        spare_slots: slots of each rank beyond its even share of experts, for replicas of hot ones; None for no
+            placement.
     """
 
     shape: CallSizes
@@ -139,6 +149,11 @@ class CallSeries:
     num_sms: int | None = None
     ranks_per_node: int | None = None
     beside_us: float | None = None
+    spare_slots: int | None = None
+
+    def routing(self, num_ranks: int) -> Routing:
+        """Routing of all ranks."""
+        return self.shape.routing(num_ranks, self.spare_slots)
 
     @property
     def possible(self) -> bool:
@@ -161,12 +176,17 @@ class CallSeries:
         return "columns" if self.operation.layout == "slots" and self.operation.payload != "bf16" else None
 
     def name(self, num_ranks: int) -> str:
-        """operation/backend/ranks/tokens per rank/hidden/top-k/payload/layout/timing, and /halves where it is that."""
+        """operation/backend/ranks/tokens per rank/hidden/top-k/payload/layout/timing.
+
+        Behind it come /vX, the MaxVio of a routing that is not even, /spareN of a placement, and /halves.
+        """
         shape, operation = self.shape, self.operation
         sizes = f"ep{num_ranks}/t{shape.num_tokens}/h{shape.hidden}/k{shape.top_k}"
         kind = f"{operation.payload}/{operation.layout}/{self.timing}"
         halves = "" if self.beside_us is None else "/halves"
-        return f"{operation.name}/{self.backend}/{sizes}/{kind}{halves}"
+        skew = f"/v{shape.max_vio:g}" if shape.max_vio else ""
+        spare = "" if self.spare_slots is None else f"/spare{self.spare_slots}"
+        return f"{operation.name}/{self.backend}/{sizes}/{kind}{skew}{spare}{halves}"
 
 
 Who = tuple[str, Timing, int | None, int | None]
@@ -231,6 +251,7 @@ def plan_series(
     timings: Sequence[str] | None = None,
     beside_us: float | None = None,
     ranks_per_node: int | None = None,
+    spare_slots: int | None = None,
 ) -> tuple[list[CallSeries], list[str]]:
     """Every series to measure, by shape and operation, and a line about each row that is missing for a reason.
 
@@ -241,6 +262,7 @@ def plan_series(
         timings: clocks to measure by; None: all that the device has.
         beside_us: measure halves around a GEMM of this many microseconds, instead of calls of one piece.
         ranks_per_node: nodes that the ranks are taken for.
+        spare_slots: measure each call of ours with replicas of hot experts too, in as many slots more on each rank.
     """
     for sms in num_sms:
         if not 1 <= sms <= registry.MAX_SMS:
@@ -258,7 +280,12 @@ def plan_series(
         names_wanted = usual() if wanted is None else wanted
         found, said = who_works(device, num_ranks, shape, names_wanted, num_sms, chosen, halves, ranks_per_node)
         notes |= dict.fromkeys(said)
-        planned = [CallSeries(shape, each, *who, beside_us) for each in OPERATIONS for who in found]
+        planned = [
+            CallSeries(shape, each, *who, beside_us, spare)
+            for each in OPERATIONS
+            for who in found
+            for spare in ((None,) if spare_slots is None or who[0] == deep_ep.NAME else (None, spare_slots))
+        ]
         series += [each for each in planned if each.possible]
     if not series:
         raise BackendUnavailable(f"there is nothing to measure, because {'; '.join(notes)}")

@@ -6,6 +6,11 @@ COMM = "p50 and p99 are over samples, each of its slowest rank. 1 GB is 1e9 byte
 COMM_FLOOR = (
     "Floor: the tokens' values that leave the busiest rank, at {link:,.0f} GB/s, which the links of an H200 carry."
 )
+SKEW = (
+    "v: MaxVio of the routing, the largest expected load of an expert over the mean, less 1; fullest rank: routes of "
+    "the rank with most, over the mean of all ranks."
+)
+SPARE = "spare: with replicas of hot experts in as many slots more on each rank, planned from another batch."
 COMM_CLOCKS = {
     "cpu": "wall, the host's",
     "cuda": "events around one call, or graph, a replayed CUDA graph of {calls} calls",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from tokenloom.bench.clock import Clock, try_capture
 from tokenloom.bench.harness import Contestant, Measured, Sample, percentiles, take_turns
 from tokenloom.bench.mega_trace import write_trace
 from tokenloom.bench.mega_work import DRAWS, FP8_TFLOPS, HBM_GBYTES_PER_S, MegaShape, Work, make_weights, work
-from tokenloom.bench.plot import load_matplotlib, write_curves_png
+from tokenloom.bench.plot import load_matplotlib, write_curves_by_max_vio_png, write_curves_png
 from tokenloom.bench.rivals.deep_gemm import DeepGemm, Weights
 from tokenloom.bench.setup import Run
 from tokenloom.bench.tables import counted, make_table
@@ -31,6 +32,7 @@ from tokenloom.inference.trace import MegaTimes
 from tokenloom.ops.quant.four_bits import MAGNITUDES, MXFP4
 from tokenloom.plan import FP8_BLOCK
 from tokenloom.runtime.processes import RankContext
+from tokenloom.tune.samples import popularity
 
 OURS = "tokenloom"
 INPUT = "bfloat16"
@@ -206,21 +208,22 @@ class MegaFound:
 @torch.no_grad()
 def measure_on_rank(
     context: RankContext,
-    shape: MegaShape,
+    shapes: Sequence[MegaShape],
     tokens: Sequence[int],
     iterations: int,
     cold: bool,
     against: Sequence[str],
     traced: bool = False,
 ) -> list[MegaFound]:
-    """Measure every number of tokens on this rank. Collective.
+    """Measure every number of tokens of every shape on this rank. Collective.
 
     Args:
+        shapes: they differ by their routing alone.
         cold: overwrite L2 before each sample, and let a sample be one call.
         against: names of OTHERS, which are measured too.
         traced: trace a call of the last number of tokens.
     """
-    clock = Clock(context, cold)
+    clock, shape = Clock(context, cold), shapes[0]
     found: list[MegaFound] = []
     with make_mega(context.group, shape, max(tokens), context.device) as mega:
         w1, w1_scales, w2, w2_scales = make_weights(shape, context)
@@ -228,10 +231,11 @@ def measure_on_rank(
         others = {name: OTHERS[name](context.group, shape, max(tokens), *weights) for name in against}
         mega.load_weights(w1, w2, w1_scales, w2_scales)
         taken_gb: dict[str, float] = {}
-        for i, num_tokens in enumerate(tokens):
+        calls = list(product(shapes, tokens))
+        for i, (shape, num_tokens) in enumerate(calls):
             if context.rank == 0:
                 context.report(f"{num_tokens} tokens on every rank")
-            last = i == len(tokens) - 1
+            last = i == len(calls) - 1
             draws = [
                 _measure(clock, mega, others, shape, num_tokens, draw, iterations, traced and last, taken_gb)
                 for draw in range(shape.num_draws(context.num_ranks, num_tokens))
@@ -399,7 +403,7 @@ class MegaRow:
     """Numbers of one layer for one number of tokens.
 
     Attributes:
-        name: mega[/other layer]/ranks/tokens/hidden/intermediate/experts/top-k[/shared experts]/clock[/cold].
+        name: mega[/other layer]/ranks/tokens/hidden/intermediate/experts/top-k[/shared experts][/MaxVio]/clock[/cold].
         who: "tokenloom", or the other layer's name.
         p50_us, p99_us, slowest_rank: time of a call, by the clock in the name.
         steady_us: the same without pauses, where a GPU is at its power limit; None without a graph, or cold.
@@ -439,14 +443,15 @@ def make_rows(
     shape: MegaShape, num_ranks: int, num_tokens: int, iterations: int, cold: bool, by_rank: Sequence[MegaFound]
 ) -> list[MegaRow]:
     """Make our row, and one of each other layer, from what all ranks found."""
+    needed, rows = work(shape, num_ranks, num_tokens), list[MegaRow]()
     common = asdict(shape) | {
         "num_tokens": num_tokens,
         "num_ranks": num_ranks,
         "iterations": iterations,
         "draws": shape.num_draws(num_ranks, num_tokens),
+        "fullest_rank": needed.fullest_rank,
         "rounds": harness.ROUNDS,
     }
-    needed, rows = work(shape, num_ranks, num_tokens), list[MegaRow]()
     for who in by_rank[0].layers:
         found = [each.layers[who] for each in by_rank]
         its_input = INPUT if who == OURS else OTHERS[who].input
@@ -467,6 +472,7 @@ def _make_row(who: str, needed: Work, cold: bool, common: dict[str, Any], by_ran
     p50, p99, slowest_rank = times[clock]
     name = ["mega"] if who == OURS else ["mega", who]
     name += [f"{letter}{common[size]}" for letter, size in NAMED_SIZES if letter != "s" or common[size]]
+    name += [f"v{common['max_vio']:g}"] if common["max_vio"] else []
     return MegaRow(
         name="/".join([*name, clock, *(["cold"] if cold else [])]),
         who=who,
@@ -519,8 +525,10 @@ def notes(rows: Sequence[MegaRow]) -> list[str]:
 def table(rows: Sequence[MegaRow]) -> Table:
     """All rows, for people. Names of layers and a comparison appear only where there are others than ours."""
     others = any(row.who != OURS for row in rows)
+    skewed = any(row.setup["max_vio"] for row in rows)
     stages = list(rows[0].stages_us) if rows else []
-    headers = ["tokens", *(["layer"] if others else []), "p50\nµs", "steady\nµs", "events\nµs", "TFLOP\n/s"]
+    headers = ["tokens", *(["MaxVio", "fullest\nrank"] if skewed else []), *(["layer"] if others else [])]
+    headers += ["p50\nµs", "steady\nµs", "events\nµs", "TFLOP\n/s"]
     headers += ["HBM\nGB/s", "NVLink\nGB/s", "floor\nµs", "taken\nGB", *(["times\nours"] if others else [])]
     headers += [f"{stage}\nµs" for stage in stages]
     # With two more columns it takes all of a console 120 wide.
@@ -528,6 +536,8 @@ def table(rows: Sequence[MegaRow]) -> Table:
     for row in rows:
         numbers = (row.p50_us, row.steady_us, row.events_us, row.tflops, row.hbm_gbytes_per_s, row.nvlink_gbytes_per_s)
         cells = [str(row.setup["num_tokens"])]
+        if skewed:
+            cells += [f"{row.setup['max_vio']:g}", f"{row.setup['fullest_rank']:.2f}"]
         if others:
             cells.append(row.who if row.setup["clock"] == "graph" else f"{row.who}, events")
         cells += ["-" if value is None else f"{value:,.0f}" for value in (*numbers, row.floor_us)]
@@ -547,6 +557,16 @@ def curves(rows: Sequence[MegaRow]) -> dict[str, list[tuple[float, float]]]:
     return {who: sorted(points) for who, points in found.items()}
 
 
+def curves_by_max_vio(rows: Sequence[MegaRow]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Points (MaxVio, p50 in microseconds) by number of tokens, and by layer and clock, for a plot."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        chart = found.setdefault(f"{row.setup['num_tokens']} tokens a rank", {})
+        points = chart.setdefault(f"{row.who}, {row.setup['clock']}", [])
+        points.append((row.setup["max_vio"], row.p50_us))
+    return found
+
+
 def floors(rows: Sequence[MegaRow]) -> list[tuple[float, float]]:
     """Points (tokens, floor in microseconds), without floors of 0, which have no place on a logarithmic axis."""
     return sorted({(row.setup["num_tokens"], row.floor_us) for row in rows if row.floor_us > 0})
@@ -554,7 +574,7 @@ def floors(rows: Sequence[MegaRow]) -> list[tuple[float, float]]:
 
 def run_mega(
     run: Run,
-    shape: MegaShape,
+    shapes: Sequence[MegaShape],
     tokens: Sequence[int],
     iterations: int,
     *,
@@ -565,32 +585,40 @@ def run_mega(
     """Measure every number of tokens on GPUs, print a table, write the files that were asked for.
 
     Args:
+        shapes: they differ by their routing alone.
         cold: overwrite L2 before each sample, which then is one call.
         trace_file: file for a call of the last number of tokens, for Perfetto.
     """
     if run.plot_file is not None:
         load_matplotlib()
+    shape = shapes[0]
+    for each in shapes:
+        popularity(each.num_experts, each.top_k, each.max_vio)  # says what no routing can be
     versions = load(against, shape)
     setup = run.setup() | {name: version for name, version in versions.items() if version is not None}
-    draws = sum(shape.num_draws(run.num_ranks, each) for each in tokens)
+    draws = sum(shape.num_draws(run.num_ranks, each) for each in tokens) * len(shapes)
     limit_s = harness.limit_s(iterations) * draws * (1 + len(against))
     with run.ranks() as (pool, starting):
-        arguments = (shape, list(tokens), iterations, cold, list(against), trace_file is not None)
+        arguments = (list(shapes), list(tokens), iterations, cold, list(against), trace_file is not None)
         results = pool.run(measure_on_rank, *arguments, limit_s=limit_s, on_event=starting)
     rows = [
         row
-        for i, num_tokens in enumerate(tokens)
-        for row in make_rows(shape, run.num_ranks, num_tokens, iterations, cold, [each[i] for each in results])
+        for i, (each_shape, num_tokens) in enumerate(product(shapes, tokens))
+        for row in make_rows(each_shape, run.num_ranks, num_tokens, iterations, cold, [each[i] for each in results])
     ]
     said = notes(rows)
     run.say(f"{counted(run.num_ranks, 'rank')} on {setup['device_name']}")
-    run.show(table(rows), keys=2 if against else 1)
-    run.say(legend(cold, against), *said)
+    skewed = any(each.max_vio for each in shapes)
+    run.show(table(rows), keys=1 + bool(against) + 2 * skewed)
+    run.say(legend(cold, against), *([legends.SKEW] if skewed else []), *said)
     run.keep(setup, said, rows)
     if run.plot_file is not None:
         sizes = f"hidden {shape.hidden}, intermediate {shape.intermediate}, top-{shape.top_k} of {shape.num_experts}"
         about = f"{sizes} experts{', cold L2' if cold else ''}"
-        write_curves_png(run.plot_file, setup, "MegaMoE", about, curves(rows), {"floor": floors(rows)})
+        if len(shapes) > 1:
+            write_curves_by_max_vio_png(run.plot_file, setup, f"MegaMoE, {about}", curves_by_max_vio(rows))
+        else:
+            write_curves_png(run.plot_file, setup, "MegaMoE", about, curves(rows), {"floor": floors(rows)})
         run.say(f"chart written to {run.plot_file}")
     if trace_file is not None:
         name = [row.name for row in rows if row.who == OURS][-1]

@@ -34,7 +34,7 @@ class MegaShape:
     Attributes:
         hidden, intermediate, num_experts, top_k: H, I, E and K.
         masked_ratio: share of routes that are -1.
-        skew: s; experts are drawn with probability proportional to 1 / place^s, so 0 makes all alike.
+        max_vio: largest expected load of an expert over the mean, less 1. 0 makes all alike.
         num_shared_experts: S; every token goes to them on its own rank.
     """
 
@@ -43,7 +43,7 @@ class MegaShape:
     num_experts: int
     top_k: int
     masked_ratio: float = 0.0
-    skew: float = 0.0
+    max_vio: float = 0.0
     num_shared_experts: int = 0
 
     @property
@@ -58,7 +58,7 @@ class MegaShape:
     def topk_ids(self, rank: int, num_tokens: int, draw: int = 0) -> torch.Tensor:
         """Routing of one rank: int32 [T, K] on the CPU, different experts for each token."""
         sizes = (num_tokens, self.num_experts, self.top_k)
-        return draw_topk_ids(rank + SEED_OF_DRAW * draw, *sizes, self.skew, self.masked_ratio)
+        return draw_topk_ids(rank + SEED_OF_DRAW * draw, *sizes, self.max_vio, self.masked_ratio)
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,14 @@ class Work:
         busiest_flops: operations of the rank that has most.
         weight_bytes: weights of the experts that have a token, on the rank that has most such experts.
         sent_bytes: bytes that leave the busiest rank over its links: a row for each route, there and back.
+        fullest_rank: routes of the rank that has most, over the mean of all ranks; 1 where there are none.
     """
 
     flops: float
     busiest_flops: float
     weight_bytes: float
     sent_bytes: float
+    fullest_rank: float = 1.0
 
     @property
     def floor_us(self) -> float:
@@ -105,6 +107,7 @@ def _work_of(shape: MegaShape, num_ranks: int, num_tokens: int, draw: int) -> Wo
         busiest_flops=(most_routes + shared_routes) * 2 * shape.expert_weights,
         weight_bytes=(touched + shared) * shape.expert_weights,
         sent_bytes=max(bytes_out(shape, num_ranks, rank, ids) for rank in range(num_ranks)),
+        fullest_rank=most_routes * num_ranks / len(experts) if len(experts) else 1.0,
     )
 
 

@@ -78,6 +78,41 @@ def write_curves_png(
     figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
 
 
+def write_curves_by_max_vio_png(
+    file: Path,
+    setup: Mapping[str, Any],
+    what: str,
+    charts: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
+) -> None:
+    """Draw microseconds against how uneven the routing was, from 0 up: a chart for each title, two in a row.
+
+    Args:
+        what: what was measured, for the title.
+        charts: by title and by who: points (MaxVio, microseconds).
+    """
+    across = min(2, len(charts))
+    down = -(-len(charts) // across)
+    height = CURVES_HEIGHT_INCHES / 2 * down + 1
+    figure = load_matplotlib().Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
+    all_axes = figure.subplots(down, across, squeeze=False).flat
+    colors: dict[str, str] = {}
+    for who in (who for curves in charts.values() for who in curves):
+        colors.setdefault(who, f"C{len(colors)}")
+    for axes, (above, curves) in zip(all_axes, charts.items(), strict=False):
+        for who, points in curves.items():
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", color=colors[who], label=who)
+        axes.set_title(above, fontsize="small")
+        axes.set_xlabel("MaxVio of the routing")
+        axes.set_ylabel(TIME_AXIS)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small")
+    for axes in list(all_axes)[len(charts) :]:
+        axes.set_visible(False)
+    figure.suptitle(title(setup, what))
+    figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
+
+
 def make_logarithmic(axes: Any, ticks: Iterable[float]) -> None:
     """Make both axes logarithmic, with these ticks on the lower one."""
     places = sorted(ticks)

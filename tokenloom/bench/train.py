@@ -42,6 +42,7 @@ from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.training.layer import ExpertParallelMoE
 from tokenloom.training.saved_activations import SavedTensor
 from tokenloom.tune import choices
+from tokenloom.tune.samples import popularity
 
 DEFAULT_ITERATIONS = {"cpu": 6, "cuda": 30}
 WEIGHT_SEED = 1_000_000
@@ -88,7 +89,8 @@ class TrainRow:
     """How long one pass takes somebody.
 
     Attributes:
-        name: train/backend, rival or baseline/ranks/tokens of all ranks/hidden/intermediate/experts/top-k/dtype/pass.
+        name: train/backend, rival or baseline/ranks/tokens of all ranks/hidden/intermediate/experts/top-k/dtype/pass,
+            with /MaxVio before the pass where the routing is drawn.
         who: OURS, the rival, or one of BASELINES.
         what: one of PASSES.
         p50_ms, p99_ms, slowest_rank: time over samples, each of its slowest rank.
@@ -166,7 +168,7 @@ def measure_on_rank(context: RankContext, shape: TrainShape, options: TrainOptio
         say("drawing weights and tokens")
         layer.reset_parameters(seed=WEIGHT_SEED)
         weights = Weights(layer.router_weight, (layer.experts.w1, layer.experts.w2))
-        problem = make_problem(plan.max_tokens_per_rank, weights, shape.top_k, options.skew, context.rank)
+        problem = make_problem(plan.max_tokens_per_rank, weights, shape.top_k, options.max_vio, context.rank)
         ours = TrainLayer(lambda: layer(problem.x)[0], problem.gradients)
         rival = _of_torch(problem, shape.top_k, torch_experts, ranks)
         say("comparing with the rival and the reference")
@@ -270,7 +272,7 @@ def _one(context: RankContext, ranks: RankGroup, shape: TrainShape, options: Tra
     num_experts, hidden, intermediate = shape.num_experts, shape.hidden, shape.intermediate
     w1, w2 = draw(num_experts, 2 * intermediate, hidden), draw(num_experts, hidden, intermediate)
     weights = Weights(draw(num_experts, hidden), (w1, w2))
-    return _of_torch(make_problem(shape.num_tokens, weights, shape.top_k, options.skew), shape.top_k, own_experts)
+    return _of_torch(make_problem(shape.num_tokens, weights, shape.top_k, options.max_vio), shape.top_k, own_experts)
 
 
 def bytes_on_one(shape: TrainShape, dtype: torch.dtype) -> int:
@@ -298,10 +300,13 @@ class TrainReport:
         first = by_rank[0]
         self._num_ranks, self._tokens = len(by_rank), shape.num_tokens // len(by_rank)
         sizes = f"t{shape.num_tokens}/h{shape.hidden}/i{shape.intermediate}/e{shape.num_experts}/k{shape.top_k}"
-        self._sizes = f"ep{self._num_ranks}/{sizes}/{options.dtype}"
+        skew = f"/v{options.max_vio:g}" if options.max_vio else ""
+        self._sizes = f"ep{self._num_ranks}/{sizes}/{options.dtype}{skew}"
         self._setup = asdict(shape) | asdict(options) | {"num_ranks": self._num_ranks, "backend": first.backend}
         self._setup |= {"strategy": asdict(first.strategy), "chosen_by": first.chosen_by, "rounds": harness.ROUNDS}
         self._setup |= {"tokens_per_rank": self._tokens, "most_routes": max(each.routes for each in by_rank)}
+        mean = sum(each.routes for each in by_rank) / self._num_ranks
+        self._setup["fullest_rank"] = self._setup["most_routes"] / mean if mean else 1.0
         self.rival = next(who for who in first.layers if who not in (OURS, *BASELINES))
         self.checks = self._make_checks()
         self.times = self._make_times()
@@ -388,7 +393,7 @@ class TrainReport:
             f"overlap {'on' if options.overlap else 'off'}; kept for backward: "
             f"{'tokens, sent again' if options.redispatch_in_backward else 'dispatched rows'}, "
             f"{'exact sizes' if options.pool_rows is None else f'room for {options.pool_rows} rows'}; "
-            f"skew {options.skew:g}: a rank's experts get {np.mean(routes):,.0f} routes, at most {max(routes):,}",
+            f"MaxVio {options.max_vio:g}: a rank's experts get {np.mean(routes):,.0f} routes, at most {max(routes):,}",
             f"strategy: dispatch {first.strategy.dispatch}, combine {first.strategy.combine}: "
             f"{CHOSEN_BY[first.chosen_by]}",
         ]
@@ -472,23 +477,33 @@ def _table(*headers: str, left: Sequence[int] = (0,)) -> Table:
     return make_table(headers, left=left, show_edge=False)
 
 
-def run_train(run: Run, shape: TrainShape, options: TrainOptions) -> bool:
-    """Check and measure, print it all, write the file that was asked for; return False if a check failed."""
+def run_train(run: Run, shape: TrainShape, options: TrainOptions, max_vios: Sequence[float] = (0.0,)) -> bool:
+    """Check and measure, print it all, write the file that was asked for; return False if a check failed.
+
+    Args:
+        max_vios: routings to measure, one after the other, see :class:`TrainOptions`.
+    """
     shape.plan(run.num_ranks)
-    if options.skew:
-        require_steerable(shape.num_experts, shape.hidden)
-    setup = run.setup()
+    for max_vio in max_vios:
+        popularity(shape.num_experts, shape.top_k, max_vio)  # says what no routing can be
+        if max_vio:
+            require_steerable(shape.num_experts, shape.hidden)
+    setup, reports, said = run.setup(), list[TrainReport](), dict[str, None]()
+    on_cpu = run.device == "cpu"
     with run.ranks() as (pool, starting):
         most_s = harness.limit_s(options.iterations)
-        by_rank = pool.run(measure_on_rank, shape, options, limit_s=most_s, on_event=starting)
-    report = TrainReport(shape, options, by_rank)
-    notes, on_cpu = list(report.notes), run.device == "cpu"
-    notes += [legends.TRAIN_CPU] if on_cpu and run.num_ranks > 1 else []
-    about_speed = [legends.TRAIN_EQUALITY.format(backend=by_rank[0].backend)] if on_cpu else []
-    _show(run, report, notes, about_speed)
-    notes += about_speed
-    run.keep(setup, notes, [*report.times, *report.checks, *report.saved])
-    return report.passed
+        for max_vio in max_vios:
+            its = replace(options, max_vio=max_vio)
+            by_rank = pool.run(measure_on_rank, shape, its, limit_s=most_s, on_event=starting)
+            report = TrainReport(shape, its, by_rank)
+            notes = list(report.notes)
+            notes += [legends.TRAIN_CPU] if on_cpu and run.num_ranks > 1 else []
+            about_speed = [legends.TRAIN_EQUALITY.format(backend=by_rank[0].backend)] if on_cpu else []
+            _show(run, report, notes, about_speed)
+            reports.append(report)
+            said |= dict.fromkeys(notes + about_speed)
+    run.keep(setup, list(said), [row for each in reports for row in (*each.times, *each.checks, *each.saved)])
+    return all(each.passed for each in reports)
 
 
 def _show(run: Run, report: TrainReport, notes: Sequence[str], about_speed: Sequence[str]) -> None:

@@ -79,13 +79,13 @@ class TrainOptions:
     """How the layer runs, and what is asked of it. :class:`tokenloom.ExpertParallelMoE` describes the options.
 
     Attributes:
-        skew: s; experts are drawn with probability proportional to 1 / place^s. 0: as a random router chooses.
+        max_vio: largest expected load of an expert over the mean, less 1. 0: as a random router chooses.
         strategy: what carries the payloads; None: the layer's own choice.
         pool_rows: most rows of a rank's experts; None: exact sizes.
     """
 
     dtype: str
-    skew: float
+    max_vio: float
     strategy: Strategy | None
     overlap: bool
     redispatch_in_backward: bool
@@ -136,20 +136,20 @@ class TrainProblem:
         return tuple(local_part(grad) for grad in torch.autograd.grad(out, wanted, self.grad))
 
 
-def make_problem(num_tokens: int, weights: Weights, top_k: int, skew: float = 0.0, seed: int = 0) -> TrainProblem:
+def make_problem(num_tokens: int, weights: Weights, top_k: int, max_vio: float = 0.0, seed: int = 0) -> TrainProblem:
     """Draw tokens and gradients for these weights.
 
     Args:
-        skew: move tokens so that the router chooses what :func:`tokenloom.tune.samples.draw_topk_ids` draws.
+        max_vio: move tokens so that the router chooses what :func:`tokenloom.tune.samples.draw_topk_ids` draws.
         seed: seed of the tokens; the rank.
     """
     num_experts, hidden = weights.router.shape
     device, dtype = weights.w1.device, weights.w1.dtype
     generator = torch.Generator(device).manual_seed(seed)
     x, grad = (torch.randn(num_tokens, hidden, generator=generator, device=device, dtype=dtype) for _ in range(2))
-    if skew:
+    if max_vio:
         require_steerable(num_experts, hidden)
-        ids = draw_topk_ids(seed, num_tokens, num_experts, top_k, skew).to(device, torch.int64)
+        ids = draw_topk_ids(seed, num_tokens, num_experts, top_k, max_vio).to(device, torch.int64)
         wanted = torch.zeros(num_tokens, num_experts, dtype=torch.float32, device=device).scatter_(1, ids, STEER)
         # Each row of the pseudo-inverse raises one logit and leaves the others as they are.
         x += (wanted @ torch.linalg.pinv(weights.router.detach().float()).t()).to(dtype)
@@ -157,10 +157,11 @@ def make_problem(num_tokens: int, weights: Weights, top_k: int, skew: float = 0.
 
 
 def require_steerable(num_experts: int, hidden: int) -> None:
-    """Check that tokens exist which the router sends wherever a skew wants them."""
+    """Check that tokens exist which the router sends wherever a draw wants them."""
     if num_experts > hidden:
         raise InvalidArgument(
-            f"hidden is {hidden}, expected at least {num_experts}, the experts, beside a skew; leave --skew out"
+            f"hidden is {hidden}, expected at least {num_experts}, the experts, for a routing that is drawn; "
+            "leave --max-vio out"
         )
 
 

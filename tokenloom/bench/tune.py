@@ -19,14 +19,12 @@ from tokenloom.runtime.processes import RankContext
 from tokenloom.tune.profiler import Profile, profile
 
 
-def run_tune(
-    run: Run, shape: CallSizes, *, intermediate: int, dtype: str, skew: float, backend: str, iterations: int
-) -> bool:
+def run_tune(run: Run, shape: CallSizes, *, intermediate: int, dtype: str, backend: str, iterations: int) -> bool:
     """Measure, print a table, keep the choice, write the file that was asked for; return whether it was kept."""
     transport, device, sizes = TRANSPORTS[run.device], torch.device(run.device), shape.plan(run.num_ranks)
     here = registry.availability(transport, device, sizes, DTYPES[dtype], name=backend)
     registry.choose(backend, [here])  # or a rank would say it, with its traceback
-    options: dict[str, Any] = {"intermediate": intermediate, "dtype": DTYPES[dtype], "skew": skew, "backend": backend}
+    options: dict[str, Any] = {"intermediate": intermediate, "dtype": DTYPES[dtype], "backend": backend}
     options |= {"iterations": iterations, "limit_s": limit_s(iterations)}
     with run.ranks() as (pool, _):
         found = pool.run(profile_on_rank, **asdict(shape), **options)[0]
@@ -38,7 +36,7 @@ def run_tune(
     chosen = f"dispatch {found.strategy.dispatch}, combine {found.strategy.combine}"
     say(run.console, f"{chosen}: {kept if found.file else lost}")
     setup = run.setup() | asdict(found.setting)
-    setup |= {name: getattr(found, name) for name in ("num_tokens", "skew", "iterations")}
+    setup |= {name: getattr(found, name) for name in ("num_tokens", "max_vio", "iterations")}
     missing = [f"{row.strategy} of {row.operation}" for row in found.rows if row.score_ms is None]
     run.keep(setup, [f"not on backend {found.setting.backend}: {each}" for each in missing], found.rows)
     return found.file is not None

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
+from tokenloom.comm.placement import Placement, plan_of_slots
+from tokenloom.comm.plan_replicas import plan_replicas
 from tokenloom.comm.routed import Layout
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops.quant import quantize_fp8
+from tokenloom.ops.slots_of_routes import SlotTable
 from tokenloom.plan import FP8_BLOCK, Plan
 from tokenloom.runtime.processes import RankContext
 from tokenloom.tune.network.constants import FITTED
+from tokenloom.tune.samples import draw_topk_ids, popularity
 
 ROUTING_SEED = 0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -28,12 +33,14 @@ class CallSizes:
         hidden: H.
         top_k: K.
         num_experts: E.
+        max_vio: of the routing, see :func:`tokenloom.tune.samples.popularity`. 0: all experts are equally likely.
     """
 
     num_tokens: int
     hidden: int
     top_k: int
     num_experts: int
+    max_vio: float = 0.0
 
     def plan(self, num_ranks: int) -> Plan:
         """The plan for these sizes on ``num_ranks`` ranks."""
@@ -41,17 +48,80 @@ class CallSizes:
             raise InvalidArgument(
                 f"top_k is {self.top_k}, expected at most {self.num_experts}, as there are no more experts to choose"
             )
+        popularity(self.num_experts, self.top_k, self.max_vio)  # says what no routing can be
         return Plan(num_ranks, self.num_experts, self.hidden, self.top_k, self.num_tokens)
 
     def topk_ids(self, rank: int) -> torch.Tensor:
-        """Routing of one rank: int64 [T, K] on the CPU, K different experts for each token, all equally likely."""
-        generator = torch.Generator(device="cpu").manual_seed(ROUTING_SEED + rank)
-        sizes = (self.num_tokens, self.num_experts)
-        scores = torch.rand(sizes, generator=generator, dtype=torch.float32, device="cpu")
-        return scores.topk(self.top_k).indices
+        """Routing of one rank: int64 [T, K] on the CPU, K different experts for each token."""
+        sizes = (self.num_tokens, self.num_experts, self.top_k)
+        return draw_topk_ids(ROUTING_SEED + rank, *sizes, self.max_vio).long()
+
+    def routing(self, num_ranks: int, spare_slots: int | None = None) -> Routing:
+        """Routing of all ranks, with replicas of experts in spare slots if a number of slots is given."""
+        return _routing(self, num_ranks, spare_slots)
 
     def __str__(self) -> str:
-        return f"{self.num_tokens}x{self.hidden} top-{self.top_k} of {self.num_experts}"
+        skew = f", MaxVio {self.max_vio:g}" if self.max_vio else ""
+        return f"{self.num_tokens}x{self.hidden} top-{self.top_k} of {self.num_experts}{skew}"
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the routes of all ranks go.
+
+    Attributes:
+        placement: which slots hold which experts; None: expert e is on rank e // (E / W).
+        plan: sizes. With a placement its experts are slots.
+        topk_ids: int64 [T, K] of each rank, on the CPU: experts, or with a placement their slots.
+    """
+
+    placement: Placement | None
+    plan: Plan
+    topk_ids: Sequence[torch.Tensor]
+
+    @property
+    def routes(self) -> torch.Tensor:
+        """Routes of each expert or slot, by its rank: int64 [W, L]."""
+        ids = torch.cat([each[each >= 0] for each in self.topk_ids])
+        return torch.bincount(ids, minlength=self.plan.num_experts).view(self.plan.num_ranks, -1)
+
+    @property
+    def fullest_rank(self) -> float:
+        """Routes of the rank with most, over the mean of all ranks; 1 where there are none."""
+        by_rank = self.routes.sum(1).double()
+        return float(by_rank.max() / by_rank.mean()) if by_rank.any() else 1.0
+
+
+def placed(plan: Plan, topk_ids: Sequence[torch.Tensor], placement: Placement | None) -> Routing:
+    """Give each route its slot of a placement.
+
+    Args:
+        plan: sizes, whose experts the ids name.
+        topk_ids: [T, K] of each rank, on the CPU.
+    """
+    if placement is None:
+        return Routing(None, plan, topk_ids)
+    slots = [
+        [rank * placement.slots_per_rank + slot for rank, slot in placement.slots_of(expert)]
+        for expert in range(placement.num_experts)
+    ]
+    slot_ids = []
+    for rank, ids in enumerate(topk_ids):
+        table = SlotTable(plan.num_experts, sum(map(len, slots)), rank, torch.device("cpu"))
+        table.write(slots)
+        slot_ids.append(table.slots_of_routes(ids.contiguous()).long())
+    return Routing(placement, plan_of_slots(plan, placement), slot_ids)
+
+
+@lru_cache(maxsize=8)
+def _routing(shape: CallSizes, num_ranks: int, spare_slots: int | None) -> Routing:
+    plan, placement = shape.plan(num_ranks), None
+    if spare_slots is not None:
+        # Planned as a user does, from a batch that came before: other tokens of the same popularity.
+        before = torch.cat([shape.topk_ids(num_ranks + rank).flatten() for rank in range(num_ranks)])
+        counts = torch.bincount(before, minlength=shape.num_experts)
+        placement = plan_replicas(counts, num_ranks, plan.experts_per_rank + spare_slots)
+    return placed(plan, [shape.topk_ids(rank) for rank in range(num_ranks)], placement)
 
 
 SLOT_STEP = 128
@@ -86,7 +156,7 @@ class Inputs:
     Attributes:
         x: bfloat16 [T, H], normally distributed.
         fp8: x as float8_e4m3fn [T, H] and float32 scales [T, H / 128]; None if H is not a multiple of 128.
-        ids: int32 [T, K], uniform routing. int32, because dispatch hands it out without a conversion.
+        ids: int32 [T, K] of experts. int32, because dispatch hands it out without a conversion.
         expert_rows: most rows that any rank receives in layout "expert", without padding.
         slot_rows: places for each expert in layout "slots": the most routes of any expert, up to a multiple of 128,
             but never more than there are tokens.
@@ -100,25 +170,33 @@ class Inputs:
     expert_rows: int
     slot_rows: int
 
+    def under(self, routing: Routing) -> Inputs:
+        """The same tensors, with the rows that a routing needs."""
+        return replace(self, **_rows_of(self.shape, routing))
+
+
+def _rows_of(shape: CallSizes, routing: Routing) -> dict[str, Any]:
+    routes = routing.routes
+    slot_rows = -(-int(routes.max()) // SLOT_STEP) * SLOT_STEP
+    most = routing.plan.num_ranks * shape.num_tokens
+    return {"expert_rows": int(routes.sum(1).max()), "slot_rows": min(slot_rows, most)}
+
 
 def make_inputs(context: RankContext, shape: CallSizes) -> Inputs:
-    """Draw the same tensors on every run, with other values and another routing on every rank. Collective."""
+    """Draw the same tensors on every run, with other values and another routing on every rank."""
     generator = torch.Generator(device="cpu").manual_seed(context.rank)
     drawn: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     x = torch.randn(shape.num_tokens, shape.hidden, **drawn).bfloat16().to(context.device)
     weights = torch.rand(shape.num_tokens, shape.top_k, **drawn).to(context.device)
-    ids = shape.topk_ids(context.rank).to(context.device)
-    routes = torch.bincount(ids.flatten(), minlength=shape.num_experts)
-    dist.all_reduce(routes, group=context.group)
-    most_routes = int(routes.max())
+    routing = shape.routing(context.num_ranks)
+    ids = routing.topk_ids[context.rank].to(context.device)
     return Inputs(
         shape=shape,
         x=x,
         fp8=None if shape.hidden % FP8_BLOCK else quantize_fp8(x),
         ids=ids.to(torch.int32),
         weights=weights,
-        expert_rows=int(routes.view(context.num_ranks, -1).sum(1).max()),
-        slot_rows=min(-(-most_routes // SLOT_STEP) * SLOT_STEP, context.num_ranks * shape.num_tokens),
+        **_rows_of(shape, routing),
     )
 
 

@@ -162,7 +162,11 @@ OnDevice = Annotated[
 RanksPerNode = Annotated[
     int | None, whole_option("--ranks-per-node", "Take the ranks for nodes of so many, to try what runs between them.")
 ]
-Skew = Annotated[float, number_option("--skew", "Exponent of Zipf's law for experts; 0: all alike.", least=0)]
+_MAX_VIO = "Most routes that an expert is to get over the mean, less 1; 0: all alike"
+MaxVio = Annotated[float, number_option("--max-vio", f"{_MAX_VIO}.", least=0)]
+MaxVioList = Annotated[
+    str | None, text_option("--max-vio", "X,X,...", f"{_MAX_VIO}. Several with commas between. Default: 0.")
+]
 JsonFile = Annotated[Path | None, new_file_option("--json", "Also write the rows, with their setup, to this file.")]
 PlotFile = Annotated[Path | None, new_file_option("--plot", "Also draw the rows to this PNG file.", ".png")]
 
@@ -182,6 +186,12 @@ def numbers(option: str, text: str | None) -> list[int]:
         said = f"is {text!r}, expected whole numbers above 0 with commas between"
         raise typer.BadParameter(said, param_hint=option)
     return list(dict.fromkeys(map(int, parts)))
+
+
+def max_vios(text: str | None) -> list[float]:
+    """The numbers of ``--max-vio`` with commas between, each once; 0 where it was not given."""
+    read = _number("--max-vio", least=0)
+    return list(dict.fromkeys(read(part) for part in ("0" if text is None else text).split(",")))
 
 
 def require_nodes(ranks_per_node: int | None, num_ranks: int) -> None:

@@ -24,7 +24,7 @@ from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES, Plan
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.tune import choices
 from tokenloom.tune.choices import Setting
-from tokenloom.tune.samples import call_us, draw_topk_ids
+from tokenloom.tune.samples import call_us, draw_topk_ids, popularity
 
 DEFAULT_ITERATIONS = 30
 WARM_UP_ROUNDS = 3
@@ -80,7 +80,7 @@ class Profile:
     Attributes:
         setting: hardware, software and shape that the choice holds for.
         num_tokens: tokens of each rank.
-        skew: skew of the routing, as in ``profile``.
+        max_vio: of the routing, as in ``profile``.
         iterations: samples of each number.
         rows: one for every strategy, dispatch first.
         file: file in which rank 0 keeps the choice. None if it could not be written.
@@ -88,7 +88,7 @@ class Profile:
 
     setting: Setting
     num_tokens: int
-    skew: float
+    max_vio: float
     iterations: int
     rows: tuple[ProfileRow, ...]
     file: str | None
@@ -104,7 +104,7 @@ class Profile:
         lines = [
             f"{ranks} on {where.device_name}, backend {where.backend}",
             f"{self.num_tokens} tokens a rank, hidden {where.hidden}, intermediate {where.intermediate}, "
-            f"top-{where.top_k} of {where.num_experts}, {where.dtype}, skew {self.skew:g}",
+            f"top-{where.top_k} of {where.num_experts}, {where.dtype}, MaxVio {self.max_vio:g}",
             f"medians of {self.iterations} samples of the slowest rank",
             "",
             f"{'':9}{'strategy':15}{'with GEMM ms':>13}{'alone ms':>10}{'gradient ms':>13}{'score ms':>10}{'GB/s':>9}",
@@ -135,7 +135,7 @@ def profile(
     num_experts: int,
     top_k: int,
     dtype: torch.dtype | None = None,
-    skew: float = 0.0,
+    max_vio: float = 0.0,
     iterations: int = DEFAULT_ITERATIONS,
     backend: str = "auto",
     device: torch.device | str | None = None,
@@ -155,8 +155,8 @@ def profile(
         num_experts: E.
         top_k: K, at most 32 and at most E.
         dtype: dtype of the layer's parameters and the payload. None means torch's default, as for the layer.
-        skew: exponent of Zipf's law. An expert's probability is proportional to 1 / place^skew, so 0 makes all alike.
-            Each rank draws its own routing.
+        max_vio: how uneven the routing is: the largest expected load of an expert over the mean, less 1. Popularity is
+            lognormal; 0 makes all experts alike. Each rank draws its own routing.
         iterations: samples of each number, at least 1.
         backend: as in ``Communicator``.
         device: as in ``Communicator``.
@@ -189,15 +189,16 @@ def profile(
             for name, value in (("intermediate", intermediate), ("iterations", iterations)):
                 if not isinstance(value, int) or value < 1:
                     raise InvalidArgument(f"{name} is {value!r}, expected an integer of at least 1")
-            if not isinstance(skew, int | float) or not 0 <= skew < float("inf"):
-                raise InvalidArgument(f"skew is {skew!r}, expected a number of at least 0")
+            if not isinstance(max_vio, int | float):
+                raise InvalidArgument(f"max_vio is {max_vio!r}, expected a number of at least 0")
+            popularity(num_experts, top_k, max_vio)  # says what no routing can be
             comm.engine.require_no_placement("a layer, whose calls profile makes,")
             setting = choices.setting_of(comm, intermediate, dtype)
-            return {"intermediate": intermediate, "iterations": iterations, "skew": skew}, setting
+            return {"intermediate": intermediate, "iterations": iterations, "max_vio": max_vio}, setting
 
         setting = agree(comm.engine.ranks, prepare, "profiling strategies")[0]
         with torch.enable_grad():
-            transfers = _Transfers(comm, intermediate, dtype, skew)
+            transfers = _Transfers(comm, intermediate, dtype, max_vio)
             samples = _take_turns(comm, transfers.calls(), iterations)
         comm.check()
         send = routing.send_map(transfers.ids, comm.plan)
@@ -206,7 +207,7 @@ def profile(
         rows, routes = (torch.tensor([each[i] for each in by_rank], dtype=torch.int64, device="cpu") for i in (1, 2))
         sent = sent_bytes(comm.plan, rows, routes, dtype)
         found = make_rows([each[0] for each in by_rank], sent)
-        measured = Profile(setting, num_tokens, float(skew), iterations, found, file=None)
+        measured = Profile(setting, num_tokens, float(max_vio), iterations, found, file=None)
         file = choices.keep(setting, measured.strategy) if comm.rank == 0 else None
         files = comm.engine.ranks.all_gather_object(None if file is None else str(file), "keeping the choice")
     return replace(measured, file=files[0])
@@ -219,13 +220,13 @@ class _Transfers:
         ids: int32 [T, K], routing of this rank's tokens.
     """
 
-    def __init__(self, comm: Communicator, intermediate: int, dtype: torch.dtype, skew: float) -> None:
+    def __init__(self, comm: Communicator, intermediate: int, dtype: torch.dtype, max_vio: float) -> None:
         plan, device = comm.plan, comm.device
         self._generator = torch.Generator(device).manual_seed(comm.rank)
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._engine, self._kinds, self._intermediate = comm.engine, comm.kinds, intermediate
         num_tokens, local = plan.max_tokens_per_rank, plan.experts_per_rank
-        self.ids = draw_topk_ids(comm.rank, num_tokens, plan.num_experts, plan.top_k, skew).to(device)
+        self.ids = draw_topk_ids(comm.rank, num_tokens, plan.num_experts, plan.top_k, max_vio).to(device)
         size = (num_tokens, plan.top_k)
         self._weights = torch.rand(size, generator=self._generator, dtype=torch.float32, device=device)
         self._x = self._random(num_tokens, plan.hidden).requires_grad_()

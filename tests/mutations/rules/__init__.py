@@ -21,11 +21,13 @@ from tests.mutations.rules import (
     kernels,
     kinds,
     masks,
+    moves,
     network,
     nodes,
     ops,
     placement,
     reference,
+    replicas,
     runtime,
     training,
 )
@@ -56,4 +58,6 @@ MUTATIONS = (
     + inside_nodes.MUTATIONS
     + gin.MUTATIONS
     + check_network.MUTATIONS
+    + replicas.MUTATIONS
+    + moves.MUTATIONS
 )

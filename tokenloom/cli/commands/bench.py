@@ -17,16 +17,17 @@ from tokenloom.cli.options import (
     Hidden,
     Intermediate,
     JsonFile,
+    MaxVioList,
     NumExperts,
     OnDevice,
     PlotFile,
     Ranks,
     RanksPerNode,
-    Skew,
     TokensList,
     TopK,
     are,
     choice_option,
+    max_vios,
     new_file_option,
     number_option,
     numbers,
@@ -62,6 +63,14 @@ def comm(
     ranks: Ranks = None,
     device: OnDevice = None,
     ranks_per_node: RanksPerNode = None,
+    max_vio: MaxVioList = None,
+    spare_slots: Annotated[
+        int | None,
+        whole_option(
+            "--spare-slots",
+            "Measure each call of ours with replicas of hot experts too, in as many slots more on each rank.",
+        ),
+    ] = None,
     backends: Annotated[
         str | None,
         text_option(
@@ -134,14 +143,24 @@ def comm(
     counts, sms = numbers("--tokens", tokens), numbers("--num-sms", num_sms)
     num_ranks, where = pick_ranks(ranks, device, least=1)
     require_nodes(ranks_per_node, num_ranks)
-    shapes = comm_work.shapes_for(names, where, counts, hidden=hidden, num_experts=num_experts, top_k=top_k)
+    sizes = {"hidden": hidden, "num_experts": num_experts, "top_k": top_k}
+    shapes = comm_work.shapes_for(names, where, counts, max_vios(max_vio), **sizes)
     parts = [] if only is None else only.split(",")
     if "" in parts:
         said = f"is {only!r}, expected no empty part, which is in every name"
         raise typer.BadParameter(said, param_hint="--only")
     beside = (beside_us or comm_work.BESIDE_US) if halves else None
     planned, notes = comm_work.plan_series(
-        shapes, num_ranks, where, contestants, sms or [registry.DEFAULT_SMS], parts, timings, beside, ranks_per_node
+        shapes,
+        num_ranks,
+        where,
+        contestants,
+        sms or [registry.DEFAULT_SMS],
+        parts,
+        timings,
+        beside,
+        ranks_per_node,
+        spare_slots,
     )
     run = Run(console(), num_ranks, where, sys.argv[1:], json_file, plot_file)
     run_comm(run, planned, notes, iterations)
@@ -157,7 +176,7 @@ def mega(
     masked_ratio: Annotated[
         float, number_option("--masked-ratio", "Share of routes that are unused.", least=0, most=1)
     ] = 0.0,
-    skew: Skew = 0.0,
+    max_vio: MaxVioList = None,
     ranks: Annotated[int | None, whole_option("--ranks", "Number of ranks, one per GPU. Default: all GPUs.")] = None,
     against: Annotated[
         list[str] | None,
@@ -184,10 +203,13 @@ def mega(
     from tokenloom.errors import BackendUnavailable
     from tokenloom.runtime.processes import default_ranks
 
-    shape = MegaShape(hidden, intermediate, num_experts, top_k, masked_ratio, skew, shared_experts)
+    shapes = [
+        MegaShape(hidden, intermediate, num_experts, top_k, masked_ratio, each, shared_experts)
+        for each in max_vios(max_vio)
+    ]
     names = list(dict.fromkeys(against or ()))
     require_known("--against", names, list(OTHERS))
-    load(names, shape)  # one that is missing is said before missing GPUs, because it was asked for
+    load(names, shapes[0])  # one that is missing is said before missing GPUs, because it was asked for
     gpus, _ = default_ranks("cuda")
     if not gpus:
         raise BackendUnavailable("bench mega needs a Hopper GPU, and there is none; bench train runs on CPUs too")
@@ -195,7 +217,7 @@ def mega(
         said = f"is {ranks}, but each rank needs a GPU, and there {are(gpus)}; pass --ranks {gpus}"
         raise typer.BadParameter(said, param_hint="--ranks")
     run = Run(console(), ranks or gpus, "cuda", sys.argv[1:], json_file, plot_file)
-    run_mega(run, shape, counts, iterations, cold=cold, against=names, trace_file=trace_file)
+    run_mega(run, shapes, counts, iterations, cold=cold, against=names, trace_file=trace_file)
 
 
 def train(
@@ -213,7 +235,7 @@ def train(
     ranks: Ranks = None,
     device: OnDevice = None,
     dtype: Annotated[str, choice_option("--dtype", TRAIN_DTYPES, "Dtype of the layer.")] = "bf16",
-    skew: Skew = 0.0,
+    max_vio: MaxVioList = None,
     strategy: Annotated[
         str | None,
         text_option(
@@ -259,8 +281,9 @@ def train(
     num_ranks, where = pick_ranks(ranks, device, least=1)
     samples = iterations or DEFAULT_ITERATIONS[where]
     shape = TrainShape(first if thiek else first * num_ranks, *rest)
-    how = TrainOptions(dtype, skew, by_hand, overlap, redispatch_in_backward, pool_rows, check, samples)
-    passed = run_train(Run(console(), num_ranks, where, sys.argv[1:], json_file), shape, how)
+    how = TrainOptions(dtype, 0.0, by_hand, overlap, redispatch_in_backward, pool_rows, check, samples)
+    run = Run(console(), num_ranks, where, sys.argv[1:], json_file)
+    passed = run_train(run, shape, how, max_vios(max_vio))
     if not passed:
         raise typer.Exit(FAILED)
 

@@ -12,10 +12,10 @@ from tokenloom.cli.options import (
     Hidden,
     Intermediate,
     JsonFile,
+    MaxVio,
     NumExperts,
     OnDevice,
     Ranks,
-    Skew,
     Tokens,
     TopK,
     choice_option,
@@ -35,7 +35,7 @@ def tune(
     top_k: TopK,
     dtype: Annotated[str, choice_option("--dtype", DTYPES, "Dtype of the layer's parameters.")] = "bf16",
     ranks: Ranks = None,
-    skew: Skew = 0.0,
+    max_vio: MaxVio = 0.0,
     backend: Annotated[
         str, text_option("--backend", "NAME", "A backend as `tokenloom doctor` names it, or auto.")
     ] = "auto",
@@ -53,10 +53,9 @@ def tune(
     require_known("--backend", [backend], ["auto", *registry.names()])
     kept = run_tune(
         Run(console(), num_ranks, where, sys.argv[1:], json_file),
-        CallSizes(tokens, hidden, top_k, num_experts),
+        CallSizes(tokens, hidden, top_k, num_experts, max_vio),
         intermediate=intermediate,
         dtype=dtype,
-        skew=skew,
         backend=backend,
         iterations=iterations,
     )

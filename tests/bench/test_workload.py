@@ -1,0 +1,45 @@
+"""Where the routes of measured calls go, with replicas and without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tokenloom import reference
+from tokenloom.bench.workload import CallSizes, placed
+from tokenloom.plan import Plan
+
+SHAPE = CallSizes(num_tokens=40, hidden=16, top_k=2, num_experts=8, max_vio=2.0)
+
+
+def test_routes_go_where_the_reference_sends_them() -> None:
+    """Under a planned placement, on ranks of different numbers; and the plan counts slots for experts."""
+    routing, even = SHAPE.routing(4, 1), SHAPE.routing(4)
+    assert routing.placement is not None
+    plan, ids = reference.place(even.plan, even.topk_ids, routing.placement.to_tensor().tolist())
+    assert routing.plan == plan
+    for found, wanted in zip(routing.topk_ids, ids, strict=True):
+        assert torch.equal(found, wanted)
+    assert (even.placement, even.plan, even.topk_ids[1].tolist()) == (None, SHAPE.plan(4), SHAPE.topk_ids(1).tolist())
+
+
+def test_a_placement_is_of_another_batch() -> None:
+    """It is planned from the same popularity and other tokens: nobody knows a batch before it comes."""
+    placement = SHAPE.routing(4, 1).placement
+    seen, known = (
+        torch.bincount(torch.cat([SHAPE.topk_ids(first + rank) for rank in range(4)]).flatten(), minlength=8)
+        for first in (0, 4)
+    )
+    assert placement == tl.plan_replicas(known, 4, 3)
+    assert not torch.equal(seen, known)
+
+
+def test_the_fullest_rank_by_hand() -> None:
+    """Three routes of five on the first rank; a replica on the other takes one of them. Unused places do not count."""
+    plan = Plan(2, 2, 16, 2, 4)
+    ids = [torch.tensor([[0, -1], [0, 1], [0, 1]]), torch.zeros(0, 2, dtype=torch.int64)]
+    assert placed(plan, ids, None).fullest_rank == pytest.approx(3 / 2.5)
+    replicated = placed(plan, ids, tl.Placement([[0, -1], [1, 0]], num_experts=2))
+    assert replicated.routes.tolist() == [[2, 0], [2, 1]]
+    assert placed(plan, [ids[1], ids[1]], None).fullest_rank == 1
