@@ -31,7 +31,6 @@ class MovingExperts:
 
     Attributes:
         placement: that rules in the end: the wanted one, with slots of each rank in an order that moves least.
-        num_steps: in all.
         step_number: steps that were taken.
     """
 
@@ -83,6 +82,7 @@ class MovingExperts:
 
     @property
     def num_steps(self) -> int:
+        """How many steps the whole move takes; none if nothing changes."""
         return len(self._steps)
 
     @property
