@@ -45,7 +45,7 @@ void run_epilogue(const EpiloguesArgs& args, const Epilogue& epilogue) {
     for (int i = thread; i < kGroupRows * kBytes; i += kGroupThreads) {
         const int row = i / kBytes, byte = from + i % kBytes;
         args.out[(first_row + row) * Epilogue::kTileRowBytes + byte] =
-            shared.staging.rows[group][row * kStagingPitch<Epilogue::kTileRowBytes> + byte];
+            shared.staging.rows[group][Epilogue::Staged::Lines::place(row, byte / 16) + byte % 16];
     }
 }
 
@@ -66,9 +66,11 @@ void run_transposed(const EpiloguesArgs& args, const Epilogue& epilogue) {
     epilogue.stage(shared.staging, shared.epilogue, epilogue.load(tile, group, thread), sums, tile, 0, group, thread);
     mbarrier_wait(&shared.staging.full[group], 0);
     constexpr int kBytes = Epilogue::Staged::kRowBytes;
-    for (int i = thread; i < tile.rows * kBytes; i += kGroupThreads)
-        args.out[i / kBytes * Epilogue::kTileRowBytes + group * kBytes + i % kBytes] =
-            shared.staging.rows[group][i / kBytes * kStagingPitch<kBytes> + i % kBytes];
+    for (int i = thread; i < tile.rows * kBytes; i += kGroupThreads) {
+        const int row = i / kBytes, byte = i % kBytes;
+        args.out[row * Epilogue::kTileRowBytes + group * kBytes + byte] =
+            shared.staging.rows[group][Epilogue::Staged::Lines::place(row, byte / 16) + byte % 16];
+    }
 }
 
 template <class Shape>
@@ -76,11 +78,11 @@ void epilogues(const EpiloguesArgs& args) {
     constexpr int kChunks = Shape::halves ? 1 : kHalves, kN = Shape::n, kRows = kRowsOfB;
     if constexpr (Shape::transposed && Shape::swiglu) {
         using Form = LimitedForm<Shape::clamped != 0, GatedActivation<Shape::function, true, Shape::biased != 0>>;
-        run_transposed(args, TransposedActivationEpilogue<kN, kRows, Form>{
+        run_transposed(args, TransposedActivationEpilogue<kN, kRows, Form, kGroups>{
                                  {args.row_scales, args.channel_scales, args.row_weights},
                                  {args.clamp, {args.alpha, args.up_offset, args.bias}}});
     } else if constexpr (Shape::transposed) {
-        run_transposed(args, TransposedBf16Epilogue<kN, kRows, Shape::biased != 0>{
+        run_transposed(args, TransposedBf16Epilogue<kN, kRows, Shape::biased != 0, kGroups>{
                                  {args.row_scales, args.channel_scales, args.row_weights}, args.bias});
     } else if constexpr (Shape::swiglu && Shape::plain) {
         using Form = LimitedForm<Shape::clamped != 0, PlainSwiglu<true>>;

@@ -39,8 +39,7 @@ void stored_tile(const StoredTileArgs& args) {
         for (int i = 0; i < args.turns; ++i) __syncwarp();
         if (args.expires && threadIdx.x == 0) *args.fault_claimed = 1;
         for (int i = threadIdx.x % kGroupThreads; i < kGroupRows * Epilogue::kTileRowBytes; i += kGroupThreads)
-            staging.rows[group][i / Epilogue::kTileRowBytes * kStagingPitch<Epilogue::kTileRowBytes> +
-                                i % Epilogue::kTileRowBytes] = 1;
+            staging.rows[group][i / Epilogue::kTileRowBytes * Epilogue::Staged::Lines::kPitch + i % Epilogue::kTileRowBytes] = 1;
         for (int i = 0; i < args.turns; ++i) __syncwarp();
         staging.publish(group, lane);
     }

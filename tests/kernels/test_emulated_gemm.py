@@ -25,6 +25,7 @@ CASES = {
     "N is no multiple of the tile": ([70, 20], 384, 512),
     "no rows": ([0, 0], 256, 128),
     "many short tiles": ([300, 0, 129, 500], 512, 128),
+    "more blocks of K than stages": ([300, 20], 256, 768),
 }
 FAST = "tails and empty experts"
 

@@ -13,8 +13,8 @@ def test_numbers_are_the_same_on_both_sides() -> None:
     epilogues = {
         ("block", launch.Bf16Epilogue): "Bf16Epilogue<256>",
         ("block", launch.SwigluFp8Epilogue): "SwigluFp8Epilogue<256, 1, PlainSwiglu<1>>",
-        ("row", launch.Bf16Epilogue): "TransposedBf16Epilogue<256, 256, 0>",
-        ("row", launch.SwigluFp8Epilogue): "TransposedActivationEpilogue<256, 256, PlainSwiglu<1>>",
+        ("row", launch.Bf16Epilogue): "TransposedBf16Epilogue<256, 256, 0, 1>",
+        ("row", launch.SwigluFp8Epilogue): "TransposedActivationEpilogue<256, 256, PlainSwiglu<1>, 1>",
     }
     numbers = {
         "kClusterBlocks": launch.CLUSTER,

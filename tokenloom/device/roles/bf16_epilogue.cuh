@@ -10,7 +10,7 @@
 //   kUnrolled        blocks of K that the main loop can unroll beside it without spilling
 //   Shared           what it keeps in shared memory, apart from what it stages
 //   stage(staging, shared, sums, tile, number, group, thread)
-//                    turns the sums of a warpgroup into staged rows, kStagingPitch<kTileRowBytes> apart, between
+//                    turns the sums of a warpgroup into staged rows, as Staged::Lines says, between
 //                    wait_for_room(number) and publish(). `sums` is float[kChunks][64], as wgmma leaves it: both
 //                    halves of the columns, or half `group`.
 #pragma once
@@ -32,7 +32,7 @@ struct Bf16Epilogue {
     template <int kChunks>
     __device__ __forceinline__ void stage(Staged& staging, Shared&, const float (&sums)[kChunks][64],
                                           const Tile&, uint32 number, int group, int thread) const {
-        constexpr int kPitch = kStagingPitch<kTileRowBytes>;
+        constexpr int kPitch = Staged::Lines::kPitch;
         const int lane = thread % 32;
         unsigned char* to = staging.rows[group] + (thread / 32 * 16 + lane % 16) * kPitch + lane / 16 * 16 +
                             first_byte<kChunks>(kTileRowBytes, group);

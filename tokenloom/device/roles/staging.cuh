@@ -6,15 +6,37 @@
 
 constexpr int kStagingArrivals = kGroupWarps;  // on a full buffer: each warp of the warpgroup
 
-// From one staged row to the next: padded against bank conflicts.
-template <int kRowBytes>
-constexpr int kStagingPitch = kRowBytes + 16;
+// *Lines* say where a unit of 16 bytes of a staged row lies. Lanes that write the same unit of eight rows, or read all units
+// of some rows, meet no bank twice.
+//
+//   kPitch             from one row to the next
+//   kRowsAlike         rows that many apart have their units in the same order
+//   place(row, unit)
+//
+// Here a gap follows each row. Units keep their order, so a row may be written in smaller pieces, too.
+template <int kBytes>
+struct PaddedLines {
+    static constexpr int kPitch = kBytes + 16, kRowsAlike = 1;
+    static __device__ __forceinline__ int place(int row, int unit) { return row * kPitch + unit * 16; }
+};
+
+// Here there are no gaps, which together can hold a stage of operands. Units change places instead.
+template <int kBytes>
+struct DenseLines {
+    static constexpr int kPitch = kBytes, kUnits = kBytes / 16, kRowsOfBanks = 128 / kBytes;  // rows that have all banks
+    static constexpr int kRowsAlike = kRowsOfBanks * kUnits;
+    static_assert(kBytes == 64 || kBytes == 128, "eight rows have all banks for a unit");
+    static __device__ __forceinline__ int place(int row, int unit) {
+        return row * kPitch + (unit ^ row / kRowsOfBanks % kUnits) * 16;
+    }
+};
 
 // Each warpgroup has a buffer and a pair of barriers of its own.
-template <int kMostRows, int kBytes>
+template <int kMostRows, int kBytes, template <int> class LinesOf = PaddedLines>
 struct Staging {
     static constexpr int kRows = kMostRows, kRowBytes = kBytes;  // of a warpgroup
-    alignas(16) unsigned char rows[kGroups][kRows * kStagingPitch<kRowBytes>];
+    using Lines = LinesOf<kRowBytes>;
+    alignas(16) unsigned char rows[kGroups][kRows * Lines::kPitch];
     uint64 full[kGroups];
     uint64 empty[kGroups];
 

@@ -30,10 +30,11 @@ struct RowsInOrder {
 template <class Epilogue, class Staging, class Destination>
 __device__ __forceinline__ void store_tile(Staging& staging, const Destination& to, const Tile& tile, uint32 number,
                                            int thread) {
-    constexpr int kPitch = kStagingPitch<Staging::kRowBytes>, kUnits = Staging::kRowBytes / 16;
+    constexpr int kPitch = Staging::Lines::kPitch, kUnits = Staging::kRowBytes / 16;
     constexpr int kRowsAtOnce = 32 * kStoreWarps / kUnits, kBatch = kRowsAtOnce < 16 ? 4 : 2;
     static_assert(32 % (kBatch * kRowsAtOnce) == 0, "32 rows are whole batches");
-    const int unit = thread % kUnits, lane = thread % 32;
+    static_assert(kRowsAtOnce % Staging::Lines::kRowsAlike == 0, "a lane finds its unit at the same distance in all its rows");
+    const int unit = thread % kUnits, lane = thread % 32, staged = Staging::Lines::place(thread / kUnits, unit);
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
         const int first = Epilogue::kTransposed || tile.halves ? 0 : group * kGroupRows;
@@ -53,7 +54,7 @@ __device__ __forceinline__ void store_tile(Staging& staging, const Destination& 
 #pragma unroll
             for (int step = 0; step < 32; step += kBatch * kRowsAtOnce) {
                 const int row = step + thread / kUnits;
-                const unsigned char* from = staging.rows[group] + (begin + row) * kPitch + unit * 16;
+                const unsigned char* from = staging.rows[group] + (begin + step) * kPitch + staged;
                 Vec16 values[kBatch];
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i)

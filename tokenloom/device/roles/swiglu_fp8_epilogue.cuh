@@ -91,7 +91,7 @@ struct SwigluFp8Epilogue {
     template <int kChunks>
     __device__ __forceinline__ void stage(Staged& staging, Shared& shared, float (&sums)[kChunks][64],
                                           const Tile& tile, uint32 number, int group, int thread) const {
-        constexpr int kPitch = kStagingPitch<kTileRowBytes>;
+        constexpr int kPitch = Staged::Lines::kPitch;
         const int lane = thread % 32, staged_row = thread / 32 * 16 + lane / 4;
         const int row = (kChunks == kHalves ? group * kGroupRows : 0) + staged_row;
         unsigned char* to = staging.rows[group] + staged_row * kPitch + first_byte<kChunks>(kTileRowBytes, group);

@@ -21,7 +21,11 @@ constexpr int kGroupBarrier = 1;                       // where a math warpgroup
 constexpr int kStepRows = 16;                          // of a tile, which are staged together
 
 // Scales and weights. kWeighted: rows have weights, which may still be none.
-template <int kN, int kMostRows, bool kWeighted>
+//
+// Each warpgroup has a copy of them in shared memory, or both share one (kCopies), to which both write the same values. They
+// can share it where a tile has more blocks of K than the ring has stages: when one warpgroup is at the end of a tile, the
+// other has released a block of it, so it has staged the tile before and reads those factors no more.
+template <int kN, int kMostRows, bool kWeighted, int kCopies>
 struct Factors {
     static constexpr int kThreadRows = (kMostRows + kGroupThreads - 1) / kGroupThreads;  // a thread of a warpgroup loads what belongs to them
 
@@ -31,10 +35,10 @@ struct Factors {
         float channel_scale[2], bias[2];
     };
 
-    // Of all rows of a tile, for each warpgroup.
+    // Of all rows of a tile.
     struct Shared {
-        alignas(8) float scale[kGroups][kMostRows];
-        alignas(8) float weight[kGroups][kMostRows];
+        alignas(8) float scale[kCopies][kMostRows];
+        alignas(8) float weight[kCopies][kMostRows];
     };
 
     const float* const& row_scales;      // [rows]
@@ -71,8 +75,8 @@ struct Factors {
         for (int i = 0; i < kThreadRows; ++i) {
             const int row = i * kGroupThreads + thread;
             if (row >= kMostRows) continue;
-            shared.scale[group][row] = factors.scale[i];
-            if (kWeighted) shared.weight[group][row] = factors.weight[i];
+            shared.scale[group % kCopies][row] = factors.scale[i];
+            if (kWeighted) shared.weight[group % kCopies][row] = factors.weight[i];
         }
         sync_threads(kGroupBarrier + group, kGroupThreads);
     }
@@ -83,26 +87,27 @@ struct Factors {
     };
 
     static __device__ __forceinline__ OfRows read(const Shared& shared, int step, int group, int lane) {
+        const int copy = group % kCopies;
         OfRows found;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = step * kStepRows + half * 8 + lane % 4 * 2;
-            found.scale[half] = *reinterpret_cast<const float2*>(shared.scale[group] + row);
-            found.weight[half] = kWeighted ? *reinterpret_cast<const float2*>(shared.weight[group] + row) : float2{1.0f, 1.0f};
+            found.scale[half] = *reinterpret_cast<const float2*>(shared.scale[copy] + row);
+            found.weight[half] = kWeighted ? *reinterpret_cast<const float2*>(shared.weight[copy] + row) : float2{1.0f, 1.0f};
         }
         return found;
     }
 };
 
 // The output is bfloat16: each sum is rounded once. With a bias, the row's weight times it is added before.
-template <int kN, int kMostRows, bool kBiased>
+template <int kN, int kMostRows, bool kBiased, int kCopies>
 struct TransposedBf16Epilogue {
     static constexpr bool kTransposed = true;
     static constexpr int kTileColumns = kRowsOfA, kTileRowBytes = kTileColumns * 2;
     static constexpr int kSums = kMostRows / 2;  // of a thread
-    using Staged = Staging<kMostRows, kTileRowBytes / kGroups>;
+    using Staged = Staging<kMostRows, kTileRowBytes / kGroups, DenseLines>;
     static constexpr int64 kRowBytes = static_cast<int64>(kN) * 2;
-    using From = Factors<kN, kMostRows, kBiased>;
+    using From = Factors<kN, kMostRows, kBiased, kCopies>;
     using Loaded = typename From::OfThread;
     using Shared = typename From::Shared;
     const From from;
@@ -115,10 +120,10 @@ struct TransposedBf16Epilogue {
     __device__ __forceinline__ void stage(Staged& staging, Shared& shared, const Loaded& loaded,
                                           const float (&sums)[kSums], const Tile& tile, uint32 number, int group,
                                           int thread) const {
-        constexpr int kPitch = kStagingPitch<Staged::kRowBytes>;
+        using Lines = typename Staged::Lines;
         const int lane = thread % 32;
         const float low = loaded.channel_scale[0], high = loaded.channel_scale[1];
-        unsigned char* to = staging.rows[group] + (lane / 16 * 8 + lane % 8) * kPitch + thread / 32 * 32 + lane / 8 % 2 * 16;
+        unsigned char* to = staging.rows[group] + Lines::place(lane / 16 * 8 + lane % 8, thread / 32 * 2 + lane / 8 % 2);
         staging.wait_for_room(number, group);
         From::share(shared, loaded, group, thread);
         auto next = From::read(shared, 0, group, lane);
@@ -144,7 +149,7 @@ struct TransposedBf16Epilogue {
                 packed[2 * half] = pack_pair<kBfloat16>(values[0], values[1]);
                 packed[2 * half + 1] = pack_pair<kBfloat16>(values[2], values[3]);
             }
-            store_transposed(to + i * kStepRows * kPitch, packed[0], packed[1], packed[2], packed[3]);
+            store_transposed(to + i * kStepRows * Lines::kPitch, packed[0], packed[1], packed[2], packed[3]);
         }
         staging.publish(group, lane);
     }
@@ -152,14 +157,14 @@ struct TransposedBf16Epilogue {
 
 // Sums are gates and ups: the activation times the row's weight, in bfloat16. The rows get one scale each once they are
 // whole (quantize.cuh). Gates and ups take turns every 8 columns, so each thread has both of a value.
-template <int kN, int kMostRows, class Form>
+template <int kN, int kMostRows, class Form, int kCopies>
 struct TransposedActivationEpilogue {
     static constexpr bool kTransposed = true;
     static constexpr int kTileColumns = kRowsOfA, kTileRowBytes = kTileColumns;  // half as many values, of two bytes
     static constexpr int kSums = kMostRows / 2;  // of a thread
-    using Staged = Staging<kMostRows, kTileRowBytes / kGroups>;
+    using Staged = Staging<kMostRows, kTileRowBytes / kGroups, DenseLines>;
     static constexpr int64 kRowBytes = kN;
-    using From = Factors<kN, kMostRows, true>;
+    using From = Factors<kN, kMostRows, true, kCopies>;
     using Loaded = typename From::OfThread;
     using Shared = typename From::Shared;
     const From from;
@@ -172,12 +177,13 @@ struct TransposedActivationEpilogue {
     __device__ __forceinline__ void stage(Staged& staging, Shared& shared, const Loaded& loaded,
                                           const float (&sums)[kSums], const Tile& tile, uint32 number, int group,
                                           int thread) const {
-        constexpr int kPitch = kStagingPitch<Staged::kRowBytes>;
+        using Lines = typename Staged::Lines;
         const int lane = thread % 32;
         const float of_gate = loaded.channel_scale[0], of_up = loaded.channel_scale[1];
-        unsigned char* to = staging.rows[group] + lane % 16 * kPitch + thread / 32 * 16;
         staging.wait_for_room(number, group);
         From::share(shared, loaded, group, thread);
+        asm volatile("" : "+r"(thread));  // the place is found again for each tile: it takes no register in the main loop
+        unsigned char* to = staging.rows[group] + Lines::place(lane % 16, thread / 32);
         auto next = From::read(shared, 0, group, lane);
 #pragma unroll
         for (int i = 0; i < kMostRows / kStepRows; ++i) {
@@ -196,7 +202,7 @@ struct TransposedActivationEpilogue {
                                                    from_sums[3] * (scale.y * of_up) + loaded.bias[1]);
                 packed[half] = pack_pair<kBfloat16>(first * weight.x, second * weight.y);
             }
-            store_transposed(to + i * kStepRows * kPitch, packed[0], packed[1]);
+            store_transposed(to + i * kStepRows * Lines::kPitch, packed[0], packed[1]);
         }
         staging.publish(group, lane);
     }

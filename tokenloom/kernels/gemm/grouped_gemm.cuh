@@ -81,15 +81,16 @@ __device__ __forceinline__ auto form_of(const GroupedGemmArgs& args) {
 
 template <class Shape>
 __device__ __forceinline__ auto epilogue_of(const GroupedGemmArgs& args) {
-    constexpr int kN = Shape::n;
+    constexpr int kN = Shape::n, kRows = Shape::tile_rows;
+    constexpr int kCopies = Shape::k / kBlock > Shape::stages ? 1 : kGroups;
     if constexpr (Shape::row_scales != 0) {
         if constexpr (Shape::swiglu != 0) {
             using Form = decltype(form_of<Shape>(args));
-            return TransposedActivationEpilogue<kN, Shape::tile_rows, Form>{{args.a_scales, args.b_scales, args.row_weights},
-                                                          form_of<Shape>(args)};
+            return TransposedActivationEpilogue<kN, kRows, Form, kCopies>{
+                {args.a_scales, args.b_scales, args.row_weights}, form_of<Shape>(args)};
         } else
-            return TransposedBf16Epilogue<kN, Shape::tile_rows, Shape::biased != 0>{{args.a_scales, args.b_scales, args.row_weights},
-                                                                  args.bias};
+            return TransposedBf16Epilogue<kN, kRows, Shape::biased != 0, kCopies>{
+                {args.a_scales, args.b_scales, args.row_weights}, args.bias};
     } else if constexpr (Shape::swiglu != 0) {
         using Form = decltype(form_of<Shape>(args));
         return SwigluFp8Epilogue<kN, Shape::power_of_two != 0, Form>{args.out_scales, args.row_weights,

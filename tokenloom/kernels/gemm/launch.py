@@ -252,8 +252,9 @@ class GroupedGemmVariant:
         row_bytes = int(columns * self.epilogue.bytes_of_columns[self.recipe])
         if self.recipe == "row":
             ring += 8  # no scales
-            staging = GROUPS * rows * (row_bytes // GROUPS + 16)
-            epilogue = 2 * 4 * GROUPS * rows
+            staging = rows * row_bytes
+            copies = 1 if self.k // BLOCK > stages else GROUPS
+            epilogue = 2 * 4 * copies * rows
         else:
             ring += 2 * 4 * SCALE_BLOCKS * (rows + columns // BLOCK)
             staging = rows * (row_bytes + 16)
