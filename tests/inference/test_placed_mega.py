@@ -47,7 +47,8 @@ PLACED = {
 def _groups() -> list[Any]:
     if emulator.ON:
         return [pytest.param(("emulated", 2), id="emulated2")]
-    cpu = [pytest.param(("cpu", size), id=f"cpu{size}") for size in (2, 4)]
+    slow = {2: pytest.mark.slow, 4: ()}
+    cpu = [pytest.param(("cpu", size), id=f"cpu{size}", marks=slow[size]) for size in (2, 4)]
     return cpu + [pytest.param(("cuda", size), id=f"cuda{size}", marks=pytest.mark.gpu) for size in (2, 4) if HOPPER]
 
 
@@ -169,6 +170,10 @@ def test_loading(context: RankContext) -> None:
             mega.load_weights(**some, experts=[experts])
         mega.comm.set_placement(tl.Placement.default(experts, context.num_ranks, placement.slots_per_rank))
         mega.load_weights(**options)
+        assert torch.equal(mega(*given), want)
+        mega.check()
+    with make_mega(context, case, layer, backend_of(context)) as mega:  # without a placement too
+        mega.load_weights(**options, experts=range(experts))
         assert torch.equal(mega(*given), want)
         mega.check()
 

@@ -393,18 +393,22 @@ class Engine:
 
     def terms_of_next(self, placement: Placement) -> dict[str, Any]:
         """Check a placement that is to rule, and name what all ranks must have alike in it."""
+        self.require_between_calls()
+        require_fits(placement, self.caller_plan, self.plan.experts_per_rank)
+        return placement_terms(placement)
+
+    def require_between_calls(self) -> None:
+        """Raise InvalidArgument unless experts are placed here, and may be placed anew now."""
         require_eager()
         if self.slots is None:
             raise InvalidArgument(
-                "this communicator was made without a placement; pass placement=tl.Placement.default(num_experts, "
-                "num_ranks, slots_per_rank) where it is made"
+                "this communicator was made without a placement; pass spare_slots=, or placement=tl.Placement.default("
+                "num_experts, num_ranks, slots_per_rank), where it is made"
             )
-        require_fits(placement, self.caller_plan, self.plan.experts_per_rank)
         if self.open_calls.any_open():
             raise InvalidArgument("a pending call is open, whose rows lie by the placement of now; receive it first")
         if self.ranks.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise InvalidArgument("a placement cannot change in a capture; change it between replays")
-        return placement_terms(placement)
 
     def slots_of_now(self) -> PlacedSlots:
         """What is placed where, without the ranks that are masked by now."""

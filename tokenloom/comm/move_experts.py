@@ -23,8 +23,8 @@ PIECE_BYTES = 64 << 20
 class MovingExperts:
     """Experts on their way to another placement: what :func:`move_experts` returns.
 
-    All ranks take the same steps, between calls. The placement of now rules until all bytes of a stage are there.
-    Iterating takes a step each time::
+    All ranks take the same steps, between calls and on the stream of calls. The placement of now rules until all bytes
+    of a stage are there. Iterating takes a step each time::
 
         for _ in tl.move_experts(comm, weights, placement):
             serve_a_batch()
@@ -154,6 +154,7 @@ class MovingExperts:
 
         def prepare() -> tuple[dict[str, Any], frozenset[int]]:
             self._comm.engine.raise_known_errors()
+            self._comm.engine.require_between_calls()
             if self._comm.placement != self._before:
                 raise InvalidArgument("the placement was changed while experts move; begin another move")
             return {"step of move_experts": f"{self.step_number} {what}", **more()}, self._comm.engine.masked

@@ -63,7 +63,8 @@ def restore_experts(
         comm: made with a placement.
         tensors: what each slot of this rank has, as in ``move_experts``.
         restore: returns the tensors of one expert, each with the shape and dtype of a slot, on any device. Called with
-            the number of each expert that this rank is to hold.
+            the number of each expert that this rank is to hold. The others wait for it: with ``on_timeout="mask"`` no
+            longer than ``timeout_s``.
 
     Returns:
         The experts that have a slot again, none if none was lost. ``comm.lost_experts()`` tells what did not fit.

@@ -25,7 +25,7 @@ MUTATIONS = (
       '{"slots_per_rank": str(placement.slots_per_rank)} | slots', '{"slots_per_rank": str(placement.slots_per_rank)}',
       f"{PLACED}::test_refusals"),
     M("open-halves-are-placed-anew", "a placement changes between the halves of a call",
-      "comm.engine:Engine.terms_of_next", "self.open_calls.any_open()", "False", f"{PLACED}::test_refusals"),
+      "comm.engine:Engine.require_between_calls", "self.open_calls.any_open()", "False", f"{PLACED}::test_refusals"),
     M("back-with-an-old-placement", "a rank comes back with the placement of the beginning",
       "comm.engine:Engine.place", "self.ranks.terms |= placement_terms(placement)", "pass",
       f"{MASKS}::test_back_with_another_placement"),
