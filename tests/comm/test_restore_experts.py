@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.comm.test_plan_moves import pairs
 from tests.support import emulator
 from tests.support.cases import make_comm
 from tests.support.on_ranks import on_ranks
+from tests.support.placements import drawn_placement
 from tests.support.server import Server
 from tokenloom.comm.restore_experts import plan_restore
 from tokenloom.plan import Plan
@@ -172,6 +175,52 @@ def test_death_in_the_middle(which: str) -> None:
     num_calls = 160
     with Server(4, serve_and_restore, num_calls, which, device="cpu") as ranks:
         require_masked(ranks, 2, num_calls // 4, [])
+        os.kill(ranks.processes[2].pid, signal.SIGKILL)
+        for rank in (0, 1, 3):
+            require_masked(ranks, rank, num_calls, [2])
+
+
+def serve_and_move(context: RankContext, pipe: Connection, num_calls: int) -> None:
+    """Moves back and forth with a call behind each step, until one ends for a rank that is gone."""
+    plan = Plan(context.num_ranks, 3 * context.num_ranks, 8, 3, 6)
+    options: dict[str, Any] = {"on_timeout": "mask", "timeout_s": 3.0, "placement": drawn_placement(plan, 2, 0)}
+    comm = make_comm(context, "collective", plan, **options)
+    tensors, moving, turn, ended = held(comm), None, 0, False
+    for number in range(num_calls):
+        if number % 20 == 0:
+            pipe.send(("pair", (number, comm.masked_ranks(), comm.engine.ranks.why_masked())))
+        masked = comm.masked_ranks()
+        try:
+            if not ended and (moving is None or moving.is_done):
+                turn += 1
+                moving = tl.move_experts(comm, tensors, drawn_placement(plan, 2, turn % 3), piece_bytes=50)
+            if not ended and moving is not None:
+                moving.step()
+        except (tl.PeerError, tl.InvalidArgument) as error:  # or no slot is left where an expert is to be read
+            if not any(text in str(error) for text in ("rank 2 was masked while", "have no slot", "alone")):
+                raise
+            ended = True
+        if ended:
+            tl.restore_experts(comm, tensors, of_expert)
+            assert comm.lost_experts() == []
+            require_held(comm, tensors)
+        try:
+            serve(context, comm, tensors, number)
+        except AssertionError:
+            assert comm.masked_ranks() != masked
+    require_held(comm, tensors)
+    pipe.send(("pair", (num_calls, comm.masked_ranks(), comm.engine.ranks.why_masked())))
+    comm.close()
+
+
+@pytest.mark.skipif(emulator.ON, reason="processes over gloo")
+@pytest.mark.slow
+@pytest.mark.parametrize("num_calls", [120, pytest.param(2000, marks=pytest.mark.soak)])
+def test_death_in_a_move(num_calls: int) -> None:
+    """The move ends on all ranks alike, the placement of now has its weights, and what is lost is restored."""
+    with Server(4, serve_and_move, num_calls, device="cpu") as ranks:
+        require_masked(ranks, 2, num_calls // 4, [])
+        time.sleep(random.random() * 0.1)
         os.kill(ranks.processes[2].pid, signal.SIGKILL)
         for rank in (0, 1, 3):
             require_masked(ranks, rank, num_calls, [2])
