@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
     from tokenloom.comm.engine import Pending
     from tokenloom.comm.expert_stats import ExpertStats
+    from tokenloom.comm.move_experts import MovingExperts, move_experts
     from tokenloom.comm.placement import Placement
     from tokenloom.comm.plan_replicas import plan_replicas
+    from tokenloom.comm.restore_experts import restore_experts
     from tokenloom.comm.routed import Routed
     from tokenloom.errors import (
         BackendUnavailable,
@@ -65,6 +67,7 @@ _MODULE_OF = {
     "ExpertParallelMoE": "training.layer",
     "ExpertStats": "comm.expert_stats",
     "MegaMoE": "inference.mega_moe",
+    "MovingExperts": "comm.move_experts",
     "Pending": "comm.engine",
     "Placement": "comm.placement",
     "Routed": "comm.routed",
@@ -85,12 +88,14 @@ _MODULE_OF = {
     "grouped_gemm_fp8": "ops.gemm",
     "grouped_swiglu_fp8": "ops.gemm",
     "interleave_gate_and_up": "ops.gemm",
+    "move_experts": "comm.move_experts",
     "pack_weights": "ops.quant",
     "place_experts": "training.replicas",
     "plan_replicas": "comm.plan_replicas",
     "quantize_fp8": "ops.quant",
     "quantize_fp8_blocks": "ops.quant",
     "reduce_replica_gradients": "training.replicas",
+    "restore_experts": "comm.restore_experts",
     "shard_state_dict": "training.state_dict",
     "split_parameters": "training.data_parallel",
     "weights_for": "ops.quant",
@@ -113,6 +118,7 @@ __all__ = [
     "InvalidExpertId",
     "KernelCompileError",
     "MegaMoE",
+    "MovingExperts",
     "NotDifferentiable",
     "PeerError",
     "PeerTimeout",
@@ -138,12 +144,14 @@ __all__ = [
     "grouped_gemm_fp8",
     "grouped_swiglu_fp8",
     "interleave_gate_and_up",
+    "move_experts",
     "pack_weights",
     "place_experts",
     "plan_replicas",
     "quantize_fp8",
     "quantize_fp8_blocks",
     "reduce_replica_gradients",
+    "restore_experts",
     "shard_state_dict",
     "split_parameters",
     "tune",

@@ -294,15 +294,3 @@ def test_in_words(context: RankContext, backend: str) -> None:
     assert f"{plan.num_ranks} x 4 slots: {placement.num_empty} empty" in comm.describe()
     assert f"{plan.num_experts - 1} ({placement.replicas[-1]})" in comm.describe()
     assert "placement" not in make_comm(context, backend, plan).describe()
-
-
-@on_ranks
-@pytest.mark.slow_on(4)
-@each_backend
-def test_layers_refuse(context: RankContext, backend: str) -> None:
-    """Layers keep their weights by rank: they say so rather than compute with others."""
-    plan = make_problem(CASE, context.num_ranks).plan
-    comm = make_comm(context, backend, plan, placement=drawn_placement(plan, 1))
-    for kind in (tl.RoutedExperts, tl.ExpertParallelMoE):
-        with pytest.raises(tl.InvalidArgument, match="without placement="):
-            kind(comm=comm, intermediate=16, hidden=plan.hidden, num_experts=plan.num_experts, top_k=plan.top_k)

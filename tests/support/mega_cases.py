@@ -251,6 +251,7 @@ def difference(got: torch.Tensor, want: torch.Tensor, dim: int | None = None) ->
 
 
 def make_mega(context: RankContext, case: Case, layer: Layer, backend: str = "nvlink", **options: Any) -> tl.MegaMoE:
+    """The layer of a case with its weights loaded: those of this rank, under a placement those of all experts."""
     mega = tl.MegaMoE(
         context.group,
         num_experts=len(layer.w1) - case.shared,
@@ -268,7 +269,10 @@ def make_mega(context: RankContext, case: Case, layer: Layer, backend: str = "nv
         device=context.device,
         **options,
     )
-    mine = torch.arange(context.rank * case.experts_per_rank, (context.rank + 1) * case.experts_per_rank)
+    first, last = context.rank * case.experts_per_rank, (context.rank + 1) * case.experts_per_rank
+    if mega.comm.placement is not None:
+        first, last = 0, mega.comm.plan.num_experts
+    mine = torch.arange(first, last)
     mine = torch.cat([mine, torch.arange(len(layer.w1) - case.shared, len(layer.w1))]).to(context.device)
 
     def of_this_rank(tensor: torch.Tensor) -> torch.Tensor:

@@ -66,6 +66,11 @@ class Capabilities:
     weights_apart: bool = True
     own_transport: bool = False
 
+    @property
+    def peer_memory(self) -> bool:
+        """Whether ranks of one node write each other's memory."""
+        return self.own_node == "nvlink"
+
 
 @dataclass(frozen=True)
 class DispatchOptions:

@@ -569,6 +569,7 @@ class Communicator:
             *(f"    {line}" for line in self.engine.memory()),
             *(f"  rank {rank} is masked: {why}" for rank, why in self._ranks.why_masked().items()),
             *([f"  experts that are lost with masked ranks: {', '.join(map(str, lost))}"] if lost else []),
+            *(f"  expert {e} was lost and is restored, on rank {r}" for e, r in sorted(self.engine.restored.items())),
         ]
         return "\n".join(lines + [f"  not picked: {reason}" for reason in self._choice.not_picked])
 

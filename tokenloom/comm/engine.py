@@ -140,6 +140,7 @@ class Engine:
         plan: sizes, whose experts are physical slots: what backends know. Without a placement they are the same.
         caller_plan: the same sizes, whose experts are those that callers name.
         slots: what is placed where, or None without a placement.
+        restored: rank that holds each expert which was lost with masked ranks and loaded again.
         ranks: the group, for small collectives beside the calls. Not to be used between the halves of a call.
         capabilities: what the backend can do.
         side_stream: the communicator's own stream, for transfers beside computation.
@@ -155,6 +156,7 @@ class Engine:
         self._sequence: Sequence | None = None
         self._device_index = ranks.device.index
         self.slots: PlacedSlots | None = None
+        self.restored: dict[int, int] = {}
         if placement is not None:
             self.slots = PlacedSlots(placement, ranks.rank, ranks.device, self.masked)
 
@@ -334,7 +336,6 @@ class Engine:
         """
         if not self.capabilities.fused_layer:
             raise BackendUnavailable(f"backend {self.backend_name} has no fused layer; use backend='nvlink'")
-        self.require_no_placement("a fused layer")
         return self._backend.fused_layer(num_shared_experts, recipe)  # type: ignore[attr-defined]
 
     # -- the communicator's own -----------------------------------------------------------------------------
@@ -363,32 +364,51 @@ class Engine:
             self._backend.members.unmask(ranks)
             self._follow_masks()
 
+    def agree_on_masked(self, phase: str) -> frozenset[int]:
+        """Hear which ranks are masked until all name the same: of one that was late some learn before others.
+
+        Args:
+            phase: what is going on, for errors.
+        """
+        while True:
+            first, *others = agree(self.ranks, lambda: ({}, self.masked), phase)
+            if all(each == first for each in others):
+                return first
+
     # -- placement ------------------------------------------------------------------------------------------
 
     def set_placement(self, placement: Placement) -> None:
         """Let another placement rule from the next dispatch on; see ``Communicator.set_placement``."""
         self.ranks.require_alive()
         with self.ranks.turn:
-            agree(self.ranks, lambda: (self._terms_of_next(placement), None), "set_placement")
-            assert self.slots is not None
-            with on_device(self.ranks.device):
-                self.slots.place(placement)
-            self.ranks.terms |= placement_terms(placement)
+            agree(self.ranks, lambda: (self.terms_of_next(placement), None), "set_placement")
+            self.place(placement)
 
-    def _terms_of_next(self, placement: Placement) -> dict[str, Any]:
+    def place(self, placement: Placement) -> None:
+        """Let it rule from the next dispatch on: all ranks have agreed on it."""
+        assert self.slots is not None
+        with on_device(self.ranks.device):
+            self.slots.place(placement)
+        self.ranks.terms |= placement_terms(placement)
+
+    def terms_of_next(self, placement: Placement) -> dict[str, Any]:
         """Check a placement that is to rule, and name what all ranks must have alike in it."""
+        self.require_between_calls()
+        require_fits(placement, self.caller_plan, self.plan.experts_per_rank)
+        return placement_terms(placement)
+
+    def require_between_calls(self) -> None:
+        """Raise InvalidArgument unless experts are placed here, and may be placed anew now."""
         require_eager()
         if self.slots is None:
             raise InvalidArgument(
-                "this communicator was made without a placement; pass placement=tl.Placement.default(num_experts, "
-                "num_ranks, slots_per_rank) where it is made"
+                "this communicator was made without a placement; pass spare_slots=, or placement=tl.Placement.default("
+                "num_experts, num_ranks, slots_per_rank), where it is made"
             )
-        require_fits(placement, self.caller_plan, self.plan.experts_per_rank)
         if self.open_calls.any_open():
             raise InvalidArgument("a pending call is open, whose rows lie by the placement of now; receive it first")
         if self.ranks.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise InvalidArgument("set_placement cannot be captured; call it between replays")
-        return placement_terms(placement)
+            raise InvalidArgument("a placement cannot change in a capture; change it between replays")
 
     def slots_of_now(self) -> PlacedSlots:
         """What is placed where, without the ranks that are masked by now."""

@@ -63,7 +63,11 @@ class PlacedSlots:
 
     def placed(self, tokens: Tokens, stream: int | None) -> Tokens:
         """Return the same tokens with slots for ids, which are found on the current stream."""
-        return tokens._replace(topk_ids=self._table.slots_of_routes(tokens.topk_ids, stream))
+        return tokens._replace(topk_ids=self.slots_of_routes(tokens.topk_ids, stream))
+
+    def slots_of_routes(self, topk_ids: torch.Tensor, stream: int | None) -> torch.Tensor:
+        """Return the slot of each route; see :meth:`tokenloom.ops.slots_of_routes.SlotTable.slots_of_routes`."""
+        return self._table.slots_of_routes(topk_ids, stream)
 
 
 class PlacedDispatch:

@@ -135,7 +135,7 @@ class ComposedExperts:
         """[R, H], times the weights of the rows."""
         assert routed.scales is not None
         assert routed.expert_offsets is not None
-        weights, which = self._comm.row_weights(routed), slice(self._comm.plan.experts_per_rank)
+        weights, which = self._comm.row_weights(routed), slice(self._comm.engine.plan.experts_per_rank)
         return self._experts((routed.tokens, routed.scales), routed.expert_offsets, weights, which, after_stage)
 
     def _shared_experts(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -151,7 +151,7 @@ class ComposedExperts:
             scales.repeat(count, *[1] * (scales.dim() - 1)),
         )
         offsets = torch.arange(count + 1, dtype=torch.int32, device=rows.device) * num_tokens
-        which = slice(self._comm.plan.experts_per_rank, None)
+        which = slice(self._comm.engine.plan.experts_per_rank, None)
         return self._experts(every, offsets, None, which, lambda stage: None).unflatten(0, (count, num_tokens))
 
     def _experts(

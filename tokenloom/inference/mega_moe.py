@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -14,37 +14,42 @@ from tokenloom.backends.registry import MAX_SMS
 from tokenloom.backends.seam import DispatchOptions
 from tokenloom.comm import checks
 from tokenloom.comm.communicator import Communicator, Recipe, line_about
-from tokenloom.errors import BackendUnavailable, DtypeMismatch, InvalidArgument, ShapeMismatch, a_type
+from tokenloom.comm.move_experts import PIECE_BYTES, MovingExperts, move_experts
+from tokenloom.comm.placement import Placement
+from tokenloom.comm.restore_experts import restore_experts
+from tokenloom.errors import BackendUnavailable, InvalidArgument, ShapeMismatch, a_type
 from tokenloom.inference.composed_experts import ComposedExperts
 from tokenloom.inference.expert_memory import FP8
+from tokenloom.inference.mega_weights import (
+    NEEDED,
+    OPTIONAL,
+    Experts,
+    WeightForms,
+    require_tensors,
+    rows_of_slots,
+)
 from tokenloom.inference.nvlink_experts import NvlinkExperts
 from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.inference.trace import MegaTimes
-from tokenloom.kernels.common import DTYPES
 from tokenloom.kernels.gemm.launch import BLOCK
 from tokenloom.ops.gemm import (
     ALIGNMENT_BYTES,
     Biases,
     check_aligned,
     check_tensor,
-    check_weights,
     gated_activation,
-    interleave_gate_and_up,
 )
 from tokenloom.ops.padding import pad
 from tokenloom.ops.quant import (
     FourBits,
     WeightReport,
     is_packed,
-    pack_weights,
     require_recipe,
     shape_of_weights,
 )
-from tokenloom.ops.quant.four_bits import check_four_bits
 from tokenloom.ops.quant.packed_weights import can_pack
-from tokenloom.ops.quant.weights import padded_weights_for
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout, align_up
-from tokenloom.runtime.rendezvous import agree
+from tokenloom.runtime.rendezvous import agree, agreeing
 from tokenloom.runtime.torch_modes import require_no_tangent, settled
 
 MOST_TERMS = 32
@@ -96,6 +101,11 @@ class MegaMoE:
         open_timeout_s: as in ``Communicator``.
         transport: as in ``Communicator``.
         ranks_per_node: as in ``Communicator``; "nvlink" runs on one node.
+        on_timeout: as in ``Communicator``; "nvlink" takes "raise" alone, and ranks that ``comm.mask_ranks`` names.
+        placement: as in ``Communicator``: which slots of which ranks hold which experts. Weights then lie by slot, and
+            ids stay those of experts. ``move_experts`` changes it, weights and all.
+        spare_slots: as in ``Communicator``: instead of a placement, the default one with so many empty slots more.
+        rejoin: as in ``Communicator``, for backend "composed". Load the weights again.
 
     Attributes:
         comm: communicator that dispatches the tokens, with the ``hidden`` that kernels have.
@@ -136,6 +146,10 @@ class MegaMoE:
         open_timeout_s: float | None = None,
         transport: str = "auto",
         ranks_per_node: int | None = None,
+        on_timeout: Literal["raise", "mask"] = "raise",
+        placement: Placement | None = None,
+        spare_slots: int = 0,
+        rejoin: bool = False,
     ) -> None:
         implementation = EXPERTS.get(backend) if isinstance(backend, str) else None
         try:
@@ -152,6 +166,10 @@ class MegaMoE:
                 open_timeout_s=open_timeout_s,
                 transport=transport,
                 ranks_per_node=ranks_per_node,
+                on_timeout=on_timeout,
+                placement=placement,
+                spare_slots=spare_slots,
+                rejoin=rejoin,
             )
         except BackendUnavailable as error:  # its advice is for a Communicator
             said = str(error).replace("use backend='auto'", "use backend='composed'")
@@ -186,7 +204,10 @@ class MegaMoE:
             }, None
 
         try:
-            agree(self.comm.engine.ranks, prepare, "making a MegaMoE")
+            if rejoin:
+                prepare()  # the others have their layer
+            else:
+                agree(self.comm.engine.ranks, prepare, "making a MegaMoE")
         except Exception:
             self.comm.close()
             raise
@@ -194,9 +215,10 @@ class MegaMoE:
         self.schedule, self._backend, self._recipe = schedule, backend, recipe
         self._pads_tokens = hidden != self.comm.plan.hidden
         self._token_scales = self.comm.plan.scale_shape(recipe)  # behind T
-        self._num_local = self.comm.plan.experts_per_rank + num_shared_experts
-        self._shapes = _shapes(self._num_local, hidden, intermediate, recipe)
-        self._padded_shapes = _shapes(self._num_local, self.comm.plan.hidden, align_up(intermediate, BLOCK), recipe)
+        self._num_slots = self.comm.engine.plan.experts_per_rank
+        self._num_local = self._num_slots + num_shared_experts
+        self._forms = WeightForms(hidden, intermediate, recipe, self.comm.device)
+        self._kept = "fp8"
         self.weights: tuple[torch.Tensor, ...] = ()
         self.biases: Biases = (None, None)
         self._packed: tuple[torch.Tensor, ...] = ()
@@ -236,11 +258,13 @@ class MegaMoE:
         four_bits: FourBits | None = None,
         round_again: bool = False,
         keep: Literal["fp8", "four_bits", "both"] = "fp8",
+        experts: Sequence[int] | None = None,
     ) -> None:
         """Copy this rank's experts, with gates and ups of w1 in turn. Captured graphs use the new values too.
 
         The L = E / W + S experts are this rank's own, then the shared ones, which are the same on all ranks. Tensors
-        may have any strides.
+        may have any strides. With a placement, or with ``experts``, L is another number: all E experts, or those of
+        ``experts``, then the shared ones. Each slot takes the rows of its expert.
 
         Args:
             w1: [L, 2I, H], gates first, then ups. bfloat16, float16 and float32 are quantised by the layer's recipe;
@@ -264,6 +288,9 @@ class MegaMoE:
                 bits and others FP8. Of these, only forms are kept that calls of the layer read; ``describe()`` says
                 which. Results have the same bits. docs/how-to/four-bit-checkpoints.md says when
                 to take which.
+            experts: which experts the rows are of, in their order, such as ``[0, 5, 7]``: at least those that have
+                slots on this rank (``comm.placement.experts_of(comm.rank)``). None: this rank's own; with a placement
+                all of them.
 
         Raises:
             InvalidArgument: the layout interleaves FP8 with block scales; values would be rounded a second time, or
@@ -286,86 +313,39 @@ class MegaMoE:
                 f"the weights loaded before were not kept as keep={keep!r} says, and captured graphs may read them; "
                 "make another MegaMoE"
             )
-        optional = {"w1_scales": w1_scales, "w2_scales": w2_scales, "w1_bias": w1_bias, "w2_bias": w2_bias}
-        for name, tensor in {"w1": w1, "w2": w2, **optional}.items():
-            if not isinstance(tensor, torch.Tensor) and not (name in optional and tensor is None):
-                raise InvalidArgument(f"{name} is {a_type(tensor)}, expected a torch.Tensor")
-        if four_bits is not None and weight_layout.transposed:
-            raise InvalidArgument(
-                "weights of four bits cannot be transposed: bytes hold values along the last dimension"
-            )
-        interleaved, (experts, rows, depth) = weight_layout.interleaved, self._padded_shapes["w1"]
-        blocks = [experts, rows // BLOCK, depth // BLOCK]
-        of_blocks = w1_scales is not None and sorted(w1_scales.shape) == sorted(blocks)  # transposed or not
-        if interleaved and w1.dtype == FP8 and of_blocks:
-            raise InvalidArgument(
-                "w1 is FP8 and interleaved: its scales are of gates and ups together, but kernels take a scale for "
-                "128 gates and one for 128 ups; give bfloat16 weights, or scales of channels"
-            )
-        w1, w2 = as_plain(w1, weight_layout, interleaved), as_plain(w2, weight_layout)
-        if w1_scales is not None:
-            of_channels = four_bits is not None or w1_scales.numel() == experts * 2 * self.intermediate
-            w1_scales = as_plain(w1_scales, layout_of(w1_scales, weight_layout))
-            w1_scales = as_plain(w1_scales, PLAIN_WEIGHTS, interleaved and of_channels)
-        w2_scales = None if w2_scales is None else as_plain(w2_scales, layout_of(w2_scales, weight_layout))
-        w1_bias = None if w1_bias is None else as_plain(w1_bias, PLAIN_WEIGHTS, interleaved)
-        if w1.dtype == FP8:
-            if w1_scales is None or w2_scales is None:
-                raise ShapeMismatch("w1 and w2 are float8_e4m3fn, expected w1_scales and w2_scales too")
-        elif w1.dtype in DTYPES and (w1_scales is not None or w2_scales is not None):
-            raise DtypeMismatch(f"w1 is {w1.dtype}, which has no scales; leave them out")
-        options: dict[str, Any] = {"four_bits": four_bits, "round_again": round_again}
-        try:
-            for name, w, scales in (("w1", w1, w1_scales), ("w2", w2, w2_scales)):
-                if four_bits is None:
-                    check_tensor(name, w, w1.dtype, self._shapes[name], self.comm.device)
-                elif (found := check_four_bits(name, w, scales, four_bits)) != self._shapes[name]:
-                    raise ShapeMismatch(f"{name} is {found} of four bits, expected {self._shapes[name]}")
-            w1, w1_scales, of_w1 = padded_weights_for(self._recipe, w1, w1_scales, **options, name="w1", parts=2)
-            w2, w2_scales, of_w2 = padded_weights_for(self._recipe, w2, w2_scales, **options, name="w2")
-            self._check_weights(w1, w1_scales, w2, w2_scales)
-        except ShapeMismatch as error:
-            if weight_layout.transposed:
-                raise ShapeMismatch(f"{error} (both once they are transposed, as weight_layout says)") from None
-            raise
-        if self._recipe == "row":  # in the order of w1's rows
-            w1_scales = interleave_gate_and_up(w1_scales)
-        w1 = interleave_gate_and_up(w1)
-        packed: tuple[torch.Tensor, ...] = ()
-        if keep != "fp8":  # also where no call reads them: what cannot be kept is refused on all backends
-            packed = pack_weights(w1, "w1"), pack_weights(w2, "w2")
-        if form == "four_bits":
-            w1, w2 = packed
-        if form != "both":
-            packed = ()
-        given, biases = (w1, w1_scales, w2, w2_scales), self._float32_biases(w1_bias, w2_bias)
+        given = {"w1": w1, "w2": w2, "w1_scales": w1_scales, "w2_scales": w2_scales, "w1_bias": w1_bias}
+        given |= {"w2_bias": w2_bias}
+        require_tensors(given)
+        placement = self.comm.placement
+        if experts is not None or placement is not None:
+            of_rank = self.comm.rank * self._num_slots
+            slots = range(of_rank, of_rank + self._num_slots) if placement is None else placement.experts_of(
+                self.comm.rank
+            )  # fmt: skip
+            named = range(self.comm.plan.num_experts) if experts is None else self._checked_experts(experts)
+            given = rows_of_slots(given, named, slots, self.num_shared_experts)
+        found = self._forms.convert(self._num_local, given, weight_layout, four_bits, round_again, keep, form)
+        biases = found.biases
         if self._weights_are_ours:  # captured graphs read the weights where they are
             ours = (*self.weights, *self._packed)
             if [each is None for each in biases] != [each is None for each in self.biases]:
                 raise InvalidArgument(
                     "the weights loaded before had other biases, which captured graphs may read; make another MegaMoE"
                 )
-            for old, new in zip((*ours, *self.biases), (*given, *packed, *biases), strict=True):
+            for old, new in zip((*ours, *self.biases), (*found.weights, *found.packed, *biases), strict=True):
                 if old is not None and new is not None:
                     old.copy_(new)
         else:
-            self._use(tuple(tensor.clone() for tensor in given), biases, packed)
-            self._weights_are_ours = True
-        self._weight_reports = (of_w1, of_w2)
+            self._use(tuple(tensor.clone() for tensor in found.weights), biases, found.packed)
+            self._weights_are_ours, self._kept = True, keep
+        self._weight_reports = found.reports
 
-    def _float32_biases(self, w1_bias: torch.Tensor | None, w2_bias: torch.Tensor | None) -> Biases:
-        """Check the biases of weights with gates first, and return new ones as kernels take them."""
-        found: list[torch.Tensor | None] = []
-        for name, bias in (("w1_bias", w1_bias), ("w2_bias", w2_bias)):
-            if bias is not None:
-                if bias.dtype not in DTYPES:
-                    raise DtypeMismatch(f"{name} is {bias.dtype}, expected float32, bfloat16 or float16")
-                bias = bias.contiguous()
-                check_tensor(name, bias, bias.dtype, self._shapes[name], self.comm.device)
-                bias = pad(bias.float(), self._padded_shapes[name], parts=2 if name == "w1_bias" else 1).clone()
-            found.append(bias)
-        w1_bias, w2_bias = found
-        return None if w1_bias is None else interleave_gate_and_up(w1_bias), w2_bias
+    def _checked_experts(self, experts: Any) -> list[int]:
+        most = self.comm.plan.num_experts
+        named: list[Any] = list(experts) if isinstance(experts, (list, tuple, range)) else [None]
+        if any(isinstance(e, bool) or not isinstance(e, int) or not 0 <= e < most for e in named):
+            raise InvalidArgument(f"experts is {experts!r}, expected a list of experts 0..{most - 1}")
+        return named
 
     def use_weights(
         self,
@@ -398,29 +378,89 @@ class MegaMoE:
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
         """
         weights, biases = (w1, w1_scales, w2, w2_scales), (w1_bias, w2_bias)
+        shapes = self._forms.padded_shapes(self._num_local)
         tensors = [w for w in (w1, w2) if isinstance(w, torch.Tensor)]
-        is_padded = any(map(is_packed, tensors)) or list(getattr(w1, "shape", ())) == self._padded_shapes["w1"]
-        if self._shapes != self._padded_shapes and not is_padded:
-            w1, w1_scales, w2, w2_scales, w1_bias, w2_bias = map(self._padded, self._shapes, (*weights, *biases))
+        is_padded = any(map(is_packed, tensors)) or list(getattr(w1, "shape", ())) == shapes["w1"]
+        if self._forms.is_padded and not is_padded:
+            w1, w1_scales, w2, w2_scales, w1_bias, w2_bias = map(self._padded, shapes, (*weights, *biases))
             weights, biases = (w1, w1_scales, w2, w2_scales), (w1_bias, w2_bias)
-        self._check_weights(w1, w1_scales, w2, w2_scales)
+        self._forms.check(self._num_local, w1, w1_scales, w2, w2_scales)
         for name, bias in (("w1_bias", w1_bias), ("w2_bias", w2_bias)):
             if bias is not None:
-                check_tensor(name, bias, torch.float32, self._padded_shapes[name], self.comm.device)
+                check_tensor(name, bias, torch.float32, shapes[name], self.comm.device)
                 check_aligned(name, bias)
         self._use(weights, biases, ())
+
+    # -- experts that move ----------------------------------------------------------------------------------
+
+    def move_experts(
+        self, placement: Placement, *, piece_bytes: int = PIECE_BYTES, stale: Collection[int] = ()
+    ) -> MovingExperts:
+        """Begin to move experts to another placement, in pieces between calls; see :func:`tokenloom.move_experts`.
+
+        Collective. Captured graphs go by the new placement, and read the moved weights, from their next replay on.
+
+        Raises:
+            InvalidArgument: ``load_weights`` was not called; or what ``move_experts`` raises.
+        """
+        tensors = self._of_slots("move_experts")
+        return move_experts(self.comm, tensors, placement, piece_bytes=piece_bytes, stale=stale)
+
+    def restore_experts(
+        self,
+        restore: Callable[[int], Mapping[str, torch.Tensor | None]],
+        *,
+        weight_layout: WeightLayout = PLAIN_WEIGHTS,
+        four_bits: FourBits | None = None,
+        round_again: bool = False,
+    ) -> list[int]:
+        """Load experts that are lost with masked ranks into slots of living ones; see ``tokenloom.restore_experts``.
+
+        Collective among the ranks that are left, between calls.
+
+        Args:
+            restore: returns w1, w2 and what else ``load_weights`` was given, by its names, of one expert: without the
+                first dimension, on any device. Called with the number of each expert that this rank is to hold.
+            weight_layout, four_bits, round_again: as in ``load_weights``.
+
+        Returns:
+            The experts that have a slot again.
+
+        Raises:
+            TokenloomError: as ``load_weights`` for such tensors, and as ``restore_experts``. Nothing has changed then.
+        """
+
+        @torch.no_grad()
+        def converted(expert: int) -> list[torch.Tensor]:
+            tensors = restore(expert)
+            names = {*NEEDED, *OPTIONAL}
+            if not isinstance(tensors, Mapping) or not {*NEEDED} <= {*tensors} <= names:
+                raise InvalidArgument(
+                    f"restore({expert}) is {a_type(tensors)}, expected a dict of w1, w2 and their like"
+                )
+            given = dict.fromkeys((*NEEDED, *OPTIONAL)) | dict(tensors)
+            require_tensors(given)
+            given = {
+                name: None if each is None else each.detach().to(self.comm.device)[None]
+                for name, each in given.items()
+            }
+            keep = self._kept if self._weights_are_ours else self._form
+            found = self._forms.convert(1, given, weight_layout, four_bits, round_again, keep, self._form)
+            return [tensor[0] for tensor in found.tensors]
+
+        return restore_experts(self.comm, self._of_slots("restore_experts"), converted)
+
+    def _of_slots(self, phase: str) -> list[torch.Tensor]:
+        """What each slot has, and then each shared expert; or an error that is told where the others agree."""
+        with agreeing(self.comm.engine.ranks, phase):
+            if not self.weights:
+                raise InvalidArgument("the experts have no weights; call load_weights first")
+        return Experts(self.weights, self.biases, self._packed, ()).tensors
 
     def _use(self, weights: tuple[torch.Tensor, ...], biases: Biases, packed: tuple[torch.Tensor, ...]) -> None:
         self._experts.use_weights(weights, biases, packed)  # first: it may raise
         self.weights, self.biases, self._packed = weights, biases, packed
         self._weights_are_ours, self._weight_reports = False, ()
-
-    def _check_weights(
-        self, w1: torch.Tensor, w1_scales: torch.Tensor, w2: torch.Tensor, w2_scales: torch.Tensor
-    ) -> None:
-        shapes, device = self._padded_shapes, self.comm.device
-        check_weights("w1", w1, w1_scales, shapes["w1"], device, self._recipe)
-        check_weights("w2", w2, w2_scales, shapes["w2"], device, self._recipe)
 
     def _padded(self, name: str, tensor: Any) -> Any:
         """Check what ``use_weights`` was given of the caller's widths, and return it with those of kernels.
@@ -429,10 +469,9 @@ class MegaMoE:
         """
         if tensor is None and name in ("w1_bias", "w2_bias"):
             return None
-        check_tensor(
-            name, tensor, FP8 if name in ("w1", "w2") else torch.float32, self._shapes[name], self.comm.device
-        )
-        return pad(tensor.detach(), self._padded_shapes[name])
+        shape = self._forms.shapes(self._num_local)[name]
+        check_tensor(name, tensor, FP8 if name in ("w1", "w2") else torch.float32, shape, self.comm.device)
+        return pad(tensor.detach(), self._forms.padded_shapes(self._num_local)[name])
 
     def forward(
         self,
@@ -450,7 +489,8 @@ class MegaMoE:
                 pass the same of both.
             topk_ids: int32 or int64 [T, K]; -1 is an unused place.
             topk_weights: float32 [T, K].
-            expert_stats: int32 [E / W], to which each local expert's number of routes is added, or None.
+            expert_stats: int32 [E / W], to which each local expert's number of routes is added, or None. With a
+                placement int32 [slots_per_rank], of each slot.
             out: bfloat16 [T, H] to write to, or None for a new tensor.
 
         Returns:
@@ -499,7 +539,7 @@ class MegaMoE:
                 and fits(topk_ids, (num_tokens, plan.top_k), topk_ids.dtype, device)
                 and topk_ids.dtype in checks.ID_DTYPES
                 and fits(topk_weights, (num_tokens, plan.top_k), torch.float32, device)
-                and (expert_stats is None or fits(expert_stats, (plan.experts_per_rank,), torch.int32, device))
+                and (expert_stats is None or fits(expert_stats, (self._num_slots,), torch.int32, device))
                 and (out is None or fits(out, (num_tokens, plan.hidden), torch.bfloat16, device))
                 and (out is None or out.data_ptr() % ALIGNMENT_BYTES == 0)
             )
@@ -540,7 +580,7 @@ class MegaMoE:
             if topk_weights is None:
                 raise InvalidArgument("topk_weights is None, expected float32 [T, K]")
             if expert_stats is not None:
-                check_tensor("expert_stats", expert_stats, torch.int32, [plan.experts_per_rank], device)
+                check_tensor("expert_stats", expert_stats, torch.int32, [self._num_slots], device)
             checks.require_tensor("topk_ids", topk_ids)
             if not topk_ids.dim():
                 raise ShapeMismatch("topk_ids is [], expected [T, K]")
@@ -574,8 +614,8 @@ class MegaMoE:
         """Say what the layer runs on, what is padded, and how much memory buffers take. The first call makes them."""
         scales = {"block": "per 128 values", "row": "per row, those of activations powers of two"}[self._recipe]
         lines = [self.comm.describe(), self._experts.describe(), f"recipe {self._recipe}: FP8 scales {scales}"]
-        if self._shapes != self._padded_shapes:
-            hidden, intermediate = self._padded_shapes["w2"][1:]
+        if self._forms.is_padded:
+            hidden, intermediate = self._forms.padded_shapes(1)["w2"][1:]
             more = hidden * intermediate / (self.hidden * self.intermediate) - 1
             lines.append(
                 f"padded with zeros to multiples of {BLOCK}: hidden {self.hidden} to {hidden}, intermediate "
@@ -634,37 +674,3 @@ def _ignore(stage: str) -> None:
 
 def _is_width(width: object) -> bool:
     return isinstance(width, int) and not isinstance(width, bool) and width > 0 and width % WIDTH_UNIT == 0
-
-
-def _shapes(local: int, hidden: int, intermediate: int, recipe: str) -> dict[str, list[int]]:
-    """Shapes of the weights, scales and biases of ``use_weights``, by name and in its order."""
-    of_hidden, of_intermediate = (-(-width // BLOCK) for width in (hidden, intermediate))
-    by_row = recipe == "row"
-    return {
-        "w1": [local, 2 * intermediate, hidden],
-        "w1_scales": [local, 2 * intermediate] if by_row else [local, 2 * of_intermediate, of_hidden],
-        "w2": [local, hidden, intermediate],
-        "w2_scales": [local, hidden] if by_row else [local, of_hidden, of_intermediate],
-        "w1_bias": [local, 2 * intermediate],
-        "w2_bias": [local, hidden],
-    }
-
-
-def layout_of(scales: torch.Tensor, layout: WeightLayout) -> WeightLayout:
-    """The layout of weights, or the plain one for scales of channels or experts, which have no second dimension."""
-    return layout if scales.dim() == 3 and scales.shape[-1] > 1 else PLAIN_WEIGHTS
-
-
-def as_plain(tensor: torch.Tensor, layout: WeightLayout, interleaved: bool = False) -> torch.Tensor:
-    """Copy a weight, its scales or a bias to the default layout, if it lies in another or not as kernels read it.
-
-    ``interleaved`` tells those that have gates and ups in turns. What has a wrong shape keeps one.
-    """
-    if layout.transposed and tensor.dim() == 3:
-        values = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-        tensor = values.transpose(1, 2).contiguous().view(tensor.dtype)
-    if interleaved and tensor.dim() > 1 and tensor.shape[1] % 2 == 0:
-        tensor = tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)

@@ -78,7 +78,7 @@ class NvlinkExperts:
     ) -> None:
         self._comm, self._intermediate, self._num_shared = comm, intermediate, num_shared_experts
         self._power_of_two_scales, self._recipe = power_of_two_scales, recipe
-        plan = comm.plan
+        plan = comm.engine.plan  # whose experts are slots: all that kernels know
         self._memory = ExpertMemory(plan, intermediate, num_shared_experts, recipe)
         if self._memory.num_local > MOST_LOCAL_EXPERTS:
             raise InvalidArgument(f"{self._memory.num_local} experts on a rank, expected at most {MOST_LOCAL_EXPERTS}")
@@ -170,6 +170,8 @@ class NvlinkExperts:
                 self._calls.follow()  # the except branch zeros memory that the previous call may still read
             try:
                 tokens, ids = aligned(tokens), aligned(topk_ids)
+                if engine.slots is not None:
+                    ids = engine.slots_of_now().slots_of_routes(ids, known_stream)
                 scales_at, sender = 0 if scales is None else scales.data_ptr(), senders.packing_sender
                 if len(tokens) > schedule.send_sms * senders.max_tokens_per_block:
                     sender = senders.packed_sender

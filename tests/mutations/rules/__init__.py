@@ -21,6 +21,7 @@ from tests.mutations.rules import (
     kernels,
     kinds,
     masks,
+    moves,
     network,
     nodes,
     ops,
@@ -58,4 +59,5 @@ MUTATIONS = (
     + gin.MUTATIONS
     + check_network.MUTATIONS
     + replicas.MUTATIONS
+    + moves.MUTATIONS
 )

@@ -231,8 +231,8 @@ MEGA_INPUTS = "tests/inference/test_mega_inputs.py::test_"
 PADDED = "tests/inference/test_padded_mega.py::test_"
 
 MEGA = (
-    M("any-scales-of-weights", "weights of a MegaMoE may be no tensors", "inference.mega_moe:MegaMoE.load_weights",
-      "not isinstance(tensor, torch.Tensor) and not (name in optional and tensor is None)", "False",
+    M("any-scales-of-weights", "weights of a MegaMoE may be no tensors", "inference.mega_weights:require_tensors",
+      "not isinstance(tensor, torch.Tensor) and not (name in OPTIONAL and tensor is None)", "False",
       f"{MEGA_INPUTS}wrong_weights_are_named"),
     M("ids-without-tokens", "a MegaMoE asks ids without dimensions for their rows",
       "inference.mega_moe:MegaMoE._checked", "not topk_ids.dim()", "False",

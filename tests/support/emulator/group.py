@@ -43,7 +43,7 @@ from tokenloom.errors import PeerTimeout
 from tokenloom.jit import kernel
 from tokenloom.jit.compiler import NO_PRELUDE
 from tokenloom.plan import Plan
-from tokenloom.runtime import kernel_reports
+from tokenloom.runtime import byte_carriers, kernel_reports
 from tokenloom.runtime.collectives import Transfer
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
@@ -536,6 +536,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (backend_module, "SymmetricBuffer", FakeBuffer),
             (buffers, "SymmetricBuffer", FakeBuffer),
             (nodes_memory, "SymmetricBuffer", FakeBuffer),
+            (byte_carriers, "SymmetricBuffer", FakeBuffer),
             (nodes_gin, "GinMemory", FakeGin),
             (nodes_memory, "free_bytes", lambda device: 2**40),
             (backend_module, "usable_sms", lambda index: 132),
