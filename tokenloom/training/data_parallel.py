@@ -78,8 +78,8 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
 
     Gradients that are DTensors, such as those of experts and of FSDP2, count with the parts of all their ranks. Plain
     ones are the same on every rank, and count once. So the norm is the same on every rank. Where ``grad`` is None,
-    ``main_grad`` is taken. Where experts have replicas, call ``reduce_replica_gradients`` first: before it, the parts of
-    an expert's gradient count apart.
+    ``main_grad`` is taken. Where experts have replicas, call ``reduce_replica_gradients`` first: before it, the parts
+    of an expert's gradient count apart.
 
     Args:
         parameters: all of the model, in the same order on every rank, or one.

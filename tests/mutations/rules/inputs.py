@@ -177,8 +177,9 @@ LAYERS = (
       "not isinstance(getattr(self, name), int | float)",
       "tests/ops/test_router.py::test_impossible_options_are_named"),
     M("weights-that-do-not-fit", "experts are not asked whether their weights fit each other",
-      f"{TRAINING}routed_experts:routed_experts", "form.check(tensors, comm.engine.plan.experts_per_rank, comm.plan.hidden)",
-      "None", "tests/training/test_routed_experts.py::test_wrong_weights_on_one_rank"),
+      f"{TRAINING}routed_experts:routed_experts",
+      "form.check(tensors, comm.engine.plan.experts_per_rank, comm.plan.hidden)", "None",
+      "tests/training/test_routed_experts.py::test_wrong_weights_on_one_rank"),
 )
 
 PLANS = "tests/test_plan.py::test_"
