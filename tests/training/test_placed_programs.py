@@ -180,6 +180,24 @@ def test_layers_of_one_communicator(context: RankContext) -> None:
 
 
 @on_ranks
+def test_moved_in_pieces(context: RankContext) -> None:
+    """For serving: calls go on between the pieces, and a state dict of any stage is the same."""
+    layer = make_layer(CASE, context.group, spare_slots=1, device=context.device)
+    x = torch.ones(3, HIDDEN, device=context.device)
+    full = tl.gather_state_dict(layer)
+    with torch.no_grad():
+        want = layer(x)[0]
+        moving = layer.experts.move_experts(placement_of(context, 1), piece_bytes=1000)
+        assert moving.num_steps > 2
+        for _ in moving:
+            assert_same(tl.gather_state_dict(layer), full)
+            all_near({"out": layer(x)[0]}, {"out": want})
+            assert layer.experts.placement == layer.comm.placement
+    tl.place_experts(layer, placement_of(context, 1, seed=2))
+    all_near({"out": layer(x)[0].detach()}, {"out": want})
+
+
+@on_ranks
 def test_norms(context: RankContext) -> None:
     """Each expert counts once, with its whole gradient, once gradients are summed."""
     norms = []

@@ -17,6 +17,7 @@ from tokenloom.backends.registry import MAX_SMS
 from tokenloom.backends.seam import Capabilities, Strategy, Upcoming
 from tokenloom.comm import checks
 from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.move_experts import PIECE_BYTES, MovingExperts, move_experts
 from tokenloom.comm.placement import EMPTY, Placement
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops.autocast import autocast_dtype
@@ -104,7 +105,6 @@ class RoutedExperts(nn.Module):
         w1_bias: [E, 2I] in the order of w1's rows, or None without biases.
         w2_bias: [E, H], or None without biases.
         strategy: the strategies in use.
-        placement: that by which the weights lie, or None.
 
     Raises:
         InvalidArgument, PlanMismatch, PeerError: as in ``Communicator``.
@@ -116,6 +116,7 @@ class RoutedExperts(nn.Module):
     w2_bias: nn.Parameter | None
     stood_for: tuple[nn.Parameter, ...] = ()
     """While an operator of the compiler runs the module, the parameters in whose places plain tensors stand."""
+    _moving: MovingExperts | None = None
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class RoutedExperts(nn.Module):
                 placement=placement,
                 spare_slots=spare_slots,
             )
-        self.comm, self.placement = comm, comm.placement
+        self.comm, self._placed = comm, comm.placement
         default_strategy = Strategy.default(comm.engine.capabilities)
 
         def prepare() -> tuple[dict[str, Any], Strategy | None]:
@@ -272,6 +273,19 @@ class RoutedExperts(nn.Module):
             vars(parameter).update(attributes)
             renew_hooks(parameter)
         return self
+
+    @property
+    def placement(self) -> Placement | None:
+        """The placement by which the weights lie, or None."""
+        if self._moving is not None:  # each stage that ends has moved the weights of its placement
+            self._placed = self.comm.placement
+            if self._moving.is_done:
+                self._moving = None
+        return self._placed
+
+    @placement.setter
+    def placement(self, placement: Placement) -> None:
+        self._placed = placement
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -381,6 +395,22 @@ class RoutedExperts(nn.Module):
                 alike=alike,
             )
         return out.view(x.shape)
+
+    def move_experts(self, placement: Placement, *, piece_bytes: int = PIECE_BYTES) -> MovingExperts:
+        """Begin to move experts to another placement, in pieces between calls; see :func:`tokenloom.move_experts`.
+
+        Collective. It is for serving, with a communicator that no other layer shares. Gradients and states of an
+        optimizer stay where they are: in training ``place_experts`` moves all of them.
+
+        Raises:
+            InvalidArgument: the weights are computed from others, or lie by another placement than the
+                communicator's; or what ``move_experts`` raises.
+        """
+        self.require_own_weights()
+        self.require_placed()
+        weights = [local_part(each.detach()) for each in self.parameters()]
+        self._moving = move_experts(self.comm, weights, placement, piece_bytes=piece_bytes)
+        return self._moving
 
     def require_placed(self) -> None:
         """Raise InvalidArgument unless the weights lie by the communicator's placement."""
