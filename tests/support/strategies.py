@@ -21,6 +21,8 @@ def combine_by(
     needs_grad = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (y, weights))
     options = CombineOptions(weights is not None, y.dtype, y.dtype, needs_grad, strategy)
     engine.raise_known_errors()
+    if strategy == "all_to_all" and routed._gradient_order is not None:  # as comm.combine(mode="per_route") does
+        routed._gradient_order.per_route = True
     with engine.sequence(Upcoming("combine")):
         handle, rows = routed._handle, y.view(-1, comm.plan.hidden)
         prepared = engine.prepare_combine(CombineKind(routed.layout, y.dtype, options), handle.number)

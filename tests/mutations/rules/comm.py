@@ -71,7 +71,7 @@ ARGUMENTS = (
 
 GRADIENTS = (
     M("to-fp8-rows-require-grad", "rows that were quantised on the way claim to have a gradient",
-      "comm.autograd:_Dispatch.forward", "not ctx.needs_input_grad[3]", "False",
+      "comm.autograd:_Dispatch.forward", "not ctx.needs_input_grad[4]", "False",
       "tests/comm/test_dispatch.py::test_to_fp8_and_gradients"),
     M("rows-hold-their-graph", "rows that a backend keeps point at the graph that holds the backend's handle",
       "comm.autograd:_Dispatch.forward", "received_rows[0].detach()", "received_rows[0]",

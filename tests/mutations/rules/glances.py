@@ -41,9 +41,9 @@ DISPATCHES = (
       "torch._is_functional_tensor(each)", "False", TEST + "dispatch[no traced x]"),
     M("tangents-of-tokens", "a later dispatch loses tangents", DISPATCH, "forward_ad._current_level < 0", "True",
       TEST + "what_is_around_a_dispatch"),
-    M("ids-of-no-expert", "ids of a later dispatch may name no expert", DISPATCH, "ids >= plan.num_experts",
+    M("ids-of-no-expert", "ids of a later dispatch may name no expert", DISPATCH, "ids >= num_experts",
       "ids < -1", TEST + "ids_of_no_expert"),
-    M("ids-below-none", "ids of a later dispatch may be below -1", DISPATCH, "ids < -1", "ids >= plan.num_experts",
+    M("ids-below-none", "ids of a later dispatch may be below -1", DISPATCH, "ids < -1", "ids >= num_experts",
       TEST + "ids_of_no_expert"),
 )
 
