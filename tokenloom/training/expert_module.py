@@ -371,7 +371,8 @@ class RoutedExperts(nn.Module):
         self.accumulate_main_grads()
         dtype = self._compute_dtype(getattr(x, "dtype", None))
         with engine.sequence(*self.first_calls(dtype)):  # sends nothing: bad input is told to the other ranks
-            self.require_placed()
+            if engine.slots is not None:
+                self.require_placed()
             tokens = self.tokens(x)
             checks.number_of_tokens(self.comm.plan, len(tokens))  # pieces of too many tokens may be few enough
             ids = self.ids(x, topk_ids)
