@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import tokenloom as tl
 from tokenloom import reference
-from tokenloom.bench.workload import CallSizes, placed
+from tokenloom.bench.workload import EARLIER_TOKENS, CallSizes, placed
 from tokenloom.plan import Plan
 
 SHAPE = CallSizes(num_tokens=40, hidden=16, top_k=2, num_experts=8, max_vio=2.0)
@@ -25,13 +27,15 @@ def test_routes_go_where_the_reference_sends_them() -> None:
 
 
 def test_a_placement_is_of_another_batch() -> None:
-    """It is planned from the same popularity and other tokens: nobody knows a batch before it comes."""
+    """It is planned from the same popularity and other tokens: nobody knows a batch before it comes. Calls of few
+    tokens and of many have the same one."""
     placement = SHAPE.routing(4, 1).placement
+    of_many = replace(SHAPE, num_tokens=EARLIER_TOKENS)
     seen, known = (
-        torch.bincount(torch.cat([SHAPE.topk_ids(first + rank) for rank in range(4)]).flatten(), minlength=8)
+        torch.bincount(torch.cat([of_many.topk_ids(first + rank) for rank in range(4)]).flatten(), minlength=8)
         for first in (0, 4)
     )
-    assert placement == tl.plan_replicas(known, 4, 3)
+    assert placement == of_many.routing(4, 1).placement == tl.plan_replicas(known, 4, 3)
     assert not torch.equal(seen, known)
 
 
