@@ -330,14 +330,19 @@ def fake_setup(device: str, num_ranks: int, command: Any) -> dict[str, Any]:
     return known | {"device": device, "num_ranks": num_ranks, "command": " ".join(command)}
 
 
-def test_skewed_routings_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each number of tokens with each MaxVio, in names, table and setup, with the load of the fullest rank. The chart
-    has a curve over MaxVio for each number of tokens."""
-    figures = pytest.importorskip("matplotlib.figure")
-    drawn: list[Any] = []
-    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *args, **kw: drawn.append(figure))
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Charts of runs on fake ranks, instead of files."""
+    figures, found = pytest.importorskip("matplotlib.figure"), list[Any]()
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *args, **kw: found.append(figure))
     monkeypatch.setattr(setup, "RankPool", FakePool)
     monkeypatch.setattr(setup, "run_setup", fake_setup)
+    return found
+
+
+def test_skewed_routings_side_by_side(tmp_path: Path, drawn: list[Any]) -> None:
+    """Each number of tokens with each MaxVio, in names, table and setup, with the load of the fullest rank. The chart
+    has a curve over MaxVio for each number of tokens."""
     shapes = [MegaShape(256, 128, 8, 2, max_vio=each) for each in (0.0, 2.5)]
     json_file, console = tmp_path / "rows.json", Console(width=120, highlight=False)
     with console.capture() as captured:
@@ -361,14 +366,9 @@ def test_skewed_routings_side_by_side(tmp_path: Path, monkeypatch: pytest.Monkey
         assert list(line.get_xdata()) == [0.0, 2.5]
 
 
-def test_replicas_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_side_by_side(tmp_path: Path, drawn: list[Any]) -> None:
     """Beside each row of ours one with replicas, named as in the other benches, with stages, its ratio to ours, and
     how full the fullest rank is then. Charts have a curve of both, and one floor."""
-    figures = pytest.importorskip("matplotlib.figure")
-    drawn: list[Any] = []
-    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *args, **kw: drawn.append(figure))
-    monkeypatch.setattr(setup, "RankPool", FakePool)
-    monkeypatch.setattr(setup, "run_setup", fake_setup)
     shapes = [MegaShape(256, 128, 8, 2, max_vio=each) for each in (0.0, 2.5)]
     file, console = tmp_path / "rows.json", Console(width=120, highlight=False)
     run = Run(console, 2, "cuda", ["bench", "mega"], file, tmp_path / "chart.png")

@@ -19,7 +19,7 @@ from tokenloom.backends import registry
 from tokenloom.bench import clock, comm_work, harness, legends
 from tokenloom.bench.comm_work import CallSeries, Traffic, label, sums_per_rank
 from tokenloom.bench.harness import Contestant, Measured, Sample, take_turns
-from tokenloom.bench.plot import load_matplotlib, write_bars_png, write_curves_by_max_vio_png
+from tokenloom.bench.plot import Point, load_matplotlib, write_points_png
 from tokenloom.bench.rivals import deep_ep
 from tokenloom.bench.setup import TRANSPORTS, Run, machine
 from tokenloom.bench.tables import counted, make_table, say
@@ -512,23 +512,12 @@ def run_comm(run: Run, series: Sequence[CallSeries], notes: Sequence[str], itera
 
 
 def write_chart(file: Path, setup: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Draw the median of every row: against MaxVio where there are several, else as a bar.
-
-    There is a chart of curves for each operation and shape, and one of bars for each shape, in groups by operation.
-    """
-    if len({row.setup["max_vio"] for row in rows}) > 1:
-        curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
-        for row in rows:
-            above = f"{_operation(row)}\n{_title(replace(_shape(row), max_vio=0.0))}"
-            points = curves.setdefault(above, {}).setdefault(_who(row), [])
-            points.append((row.setup["max_vio"], row.p50_us))
-        write_curves_by_max_vio_png(file, setup, "dispatch and combine", curves)
-        return
-    charts = {
-        _title(shape): [(_operation(row), _who(row), row.p50_us) for row in alike]
-        for shape, alike in groupby(rows, _shape)
-    }
-    write_bars_png(file, setup, "dispatch and combine", charts)
+    """Draw the median of every row."""
+    points = [
+        Point(_title(replace(_shape(row), max_vio=0.0)), _operation(row), _who(row), row.setup["max_vio"], row.p50_us)
+        for row in rows
+    ]
+    write_points_png(file, setup, "dispatch and combine", points)
 
 
 def _shape(row: Row) -> CallSizes:

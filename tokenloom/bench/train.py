@@ -19,6 +19,7 @@ from tokenloom.backends.seam import Strategy
 from tokenloom.bench import clock, harness, legends
 from tokenloom.bench.differences import LARGEST_SHARE, Difference, total
 from tokenloom.bench.harness import Contestant, Measured, Sample, percentiles, take_turns
+from tokenloom.bench.plot import Point, load_matplotlib, write_points_png
 from tokenloom.bench.rivals.torch_layer import Experts, own_experts, torch_experts, torch_layer
 from tokenloom.bench.setup import TRANSPORTS, Run, machine
 from tokenloom.bench.tables import counted, make_table
@@ -512,6 +513,14 @@ class TrainReport:
             f"{CHOSEN_BY[first.chosen_by]}",
         ]
 
+    def points(self) -> list[Point]:
+        """The time of each pass, for a chart."""
+        shape = self._shape
+        sizes = f"{self._tokens} tokens a rank, hidden {shape.hidden}, intermediate {shape.intermediate}"
+        sizes += f", top-{shape.top_k} of {shape.num_experts} experts, {self._options.dtype}"
+        vio = self._options.max_vio
+        return [Point(sizes, row.what, self._label(row.who), vio, 1e3 * row.p50_ms) for row in self.times]
+
     def about_replicas(self) -> list[str]:
         """Lines on the layer with replicas, if there is one."""
         return [legends.SPARE, legends.TRAIN_SPARE] if self._replica_routes else []
@@ -611,6 +620,8 @@ def run_train(run: Run, shape: TrainShape, options: TrainOptions, max_vios: Sequ
         max_vios: routings to measure, one after the other, see :class:`TrainOptions`.
     """
     shape.plan(run.num_ranks)
+    if run.plot_file is not None:
+        load_matplotlib()
     for max_vio in max_vios:
         popularity(shape.num_experts, shape.top_k, max_vio)  # says what no routing can be
         if max_vio:
@@ -630,6 +641,9 @@ def run_train(run: Run, shape: TrainShape, options: TrainOptions, max_vios: Sequ
             reports.append(report)
             said |= dict.fromkeys(notes + about_speed)
     run.keep(setup, list(said), [row for each in reports for row in (*each.times, *each.checks, *each.saved)])
+    if run.plot_file is not None:
+        write_points_png(run.plot_file, setup, "training step", [point for each in reports for point in each.points()])
+        run.say(f"chart written to {run.plot_file}")
     return all(each.passed for each in reports)
 
 

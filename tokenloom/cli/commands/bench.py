@@ -256,6 +256,7 @@ def train(
     iterations: Annotated[
         int | None, whole_option("--iterations", "Samples of each number. Default: 6 on the CPU, 30 on GPUs.", 3)
     ] = None,
+    plot_file: PlotFile = None,
     json_file: JsonFile = None,
 ) -> None:
     """Check a training step of ExpertParallelMoE, and measure it beside torch alone and beside no network."""
@@ -280,7 +281,7 @@ def train(
     samples = iterations or DEFAULT_ITERATIONS[where]
     shape = TrainShape(first if thiek else first * num_ranks, *rest)
     how = TrainOptions(dtype, 0.0, by_hand, overlap, redispatch_in_backward, pool_rows, check, samples, spare_slots)
-    run = Run(console(), num_ranks, where, sys.argv[1:], json_file)
+    run = Run(console(), num_ranks, where, sys.argv[1:], json_file, plot_file)
     passed = run_train(run, shape, how, max_vios(max_vio))
     if not passed:
         raise typer.Exit(FAILED)
