@@ -29,14 +29,15 @@ def test_routes_go_where_the_reference_sends_them() -> None:
 def test_a_placement_is_of_another_batch() -> None:
     """It is planned from the same popularity and other tokens: nobody knows a batch before it comes. Calls of few
     tokens and of many have the same one."""
-    placement = SHAPE.routing(4, 1).placement
-    of_many = replace(SHAPE, num_tokens=EARLIER_TOKENS)
+    of_few = replace(SHAPE, num_experts=64)
+    of_many = replace(of_few, num_tokens=EARLIER_TOKENS)
     seen, known = (
-        torch.bincount(torch.cat([of_many.topk_ids(first + rank) for rank in range(4)]).flatten(), minlength=8)
+        torch.bincount(torch.cat([of_many.topk_ids(first + rank) for rank in range(4)]).flatten(), minlength=64)
         for first in (0, 4)
     )
-    assert placement == of_many.routing(4, 1).placement == tl.plan_replicas(known, 4, 3)
-    assert not torch.equal(seen, known)
+    placement = tl.plan_replicas(known, 4, 17)
+    assert of_few.routing(4, 1).placement == of_many.routing(4, 1).placement == placement
+    assert tl.plan_replicas(seen, 4, 17) != placement
 
 
 def test_the_fullest_rank_by_hand() -> None:
