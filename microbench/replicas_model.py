@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
-import torch
 
 from tokenloom.bench.mega_work import HBM_GBYTES_PER_S, MegaShape
-from tokenloom.bench.workload import CallSizes, placed
+from tokenloom.bench.workload import CallSizes, placed, planned
 from tokenloom.comm.placement import Placement
-from tokenloom.comm.plan_replicas import plan_replicas
 
 PLANNED_TOKENS = 32768
 """Tokens of all ranks together that a placement is planned from."""
@@ -59,8 +57,7 @@ def plan(num_ranks: int, max_vio: float, spare_slots: int | None) -> Placement |
     if spare_slots is None:
         return None
     ids = _shape(PLANNED_TOKENS, max_vio).topk_ids(PLANNED_BATCH)
-    counts = torch.bincount(ids.flatten(), minlength=LAYER.num_experts)
-    return plan_replicas(counts, num_ranks, LAYER.num_experts // num_ranks + spare_slots)
+    return planned([ids], LAYER.num_experts, num_ranks, spare_slots)
 
 
 def simulate(

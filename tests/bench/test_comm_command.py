@@ -244,7 +244,7 @@ def test_command_of_skewed_routings(
         assert f"{name}/spare2" in rows
         assert f"{label(name)}/v2/spare2" in shown
     assert len(rows) == 8
-    assert "fullest rank: routes of the rank with most" in " ".join(shown.split())
+    assert "Fullest rank: routes of the rank with most" in " ".join(shown.split())
     (figure,) = drawn
     titles = [axes.get_title().partition("\n")[0] for axes in figure.axes]
     assert titles == ["dispatch bf16 slots", "combine bf16 slots"]

@@ -13,6 +13,7 @@ from tokenloom.bench.mega_work import MegaShape, bytes_out, make_weights
 from tokenloom.bench.rivals.torch_layer import own_experts, torch_layer
 from tokenloom.bench.train_work import Weights, make_problem
 from tokenloom.bench.workload import CallSizes
+from tokenloom.plan import Plan
 
 CPU = torch.device("cpu")
 
@@ -25,7 +26,7 @@ def mega_weights() -> tuple[torch.Tensor, ...]:
 
 def sent_bytes() -> torch.Tensor:
     ids = [torch.tensor([[0, 2], [1, 1]], device=CPU), torch.tensor([[3, -1], [-1, -1]], device=CPU)]
-    return torch.tensor(bytes_out(MegaShape(256, 128, 4, 2), 2, 0, ids), device=CPU)
+    return torch.tensor(bytes_out(Plan(2, 4, 256, 2, 2), 0, ids), device=CPU)
 
 
 def rival_layer() -> tuple[torch.Tensor, ...]:

@@ -66,10 +66,11 @@ def test_work_by_hand(two_ranks: list[torch.Tensor]) -> None:
     assert found.busiest_flops == 3 * 2 * EXPERT_BYTES
     assert found.weight_bytes == 2 * EXPERT_BYTES
     row_bytes = 256 + 256 // 128 * 4 + 4 + 4  # values, scales, home and weight
-    assert mega_work.bytes_out(SHAPE, 2, 0, two_ranks) == row_bytes
-    assert mega_work.bytes_out(SHAPE, 2, 1, two_ranks) == found.sent_bytes == 256 * 2
+    plan = SHAPE.call_sizes(2).plan(2)
+    assert mega_work.bytes_out(plan, 0, two_ranks) == row_bytes
+    assert mega_work.bytes_out(plan, 1, two_ranks) == found.sent_bytes == 256 * 2
     both = [torch.tensor([[2, 3], [1, -1]]), torch.tensor([[3, 2], [-1, -1]])]
-    assert mega_work.bytes_out(SHAPE, 2, 0, both) == 2 * row_bytes, "a row for each route, also of one token"
+    assert mega_work.bytes_out(plan, 0, both) == 2 * row_bytes, "a row for each route, also of one token"
 
 
 def test_work_of_shared_experts(two_ranks: list[torch.Tensor]) -> None:
@@ -109,6 +110,12 @@ def made_up(rank: int, num_tokens: int = 1, rival: bool = True, graph: bool = Tr
     samples["events"] = [3 * us for us in events]
     theirs = Measured(samples, "" if graph else "a call waits for the host", 0.0005 + rank * 1e-4)
     return MegaFound({mega.OURS: ours, "deep_gemm": theirs})
+
+
+def with_replicas(found: MegaFound) -> MegaFound:
+    """The same, and ours with replicas, which takes half as long."""
+    samples = {what: [us / 2 for us in its] for what, its in found.layers[mega.OURS].samples.items()}
+    return MegaFound({**found.layers, mega.SPARE: Measured(samples, difference=1e-6)})
 
 
 def test_numbers_of_a_row(two_ranks: list[torch.Tensor]) -> None:
@@ -304,12 +311,14 @@ class FakePool:
 
     def run(self, function: Any, shape: Any, tokens: list[int], *rest: Any, **options: Any) -> list[list[MegaFound]]:
         assert function is mega.measure_on_rank
-        against, traced = rest[-2:]
+        against, traced, spare_slots = rest[-3:]
         assert against in ([], ["deep_gemm"])
         found = [
             [made_up(rank, each, rival=bool(against)) for _ in shape for each in tokens]
             for rank in range(self.num_ranks)
         ]
+        if spare_slots is not None:
+            found = [[with_replicas(each) for each in its] for its in found]
         if traced:
             for each in found:
                 each[-1] = replace(each[-1], traced=made_up_times(1))
@@ -321,14 +330,19 @@ def fake_setup(device: str, num_ranks: int, command: Any) -> dict[str, Any]:
     return known | {"device": device, "num_ranks": num_ranks, "command": " ".join(command)}
 
 
-def test_skewed_routings_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each number of tokens with each MaxVio, in names, table and setup, with the load of the fullest rank. The chart
-    has a curve over MaxVio for each number of tokens."""
-    figures = pytest.importorskip("matplotlib.figure")
-    drawn: list[Any] = []
-    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *args, **kw: drawn.append(figure))
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Charts of runs on fake ranks, instead of files."""
+    figures, found = pytest.importorskip("matplotlib.figure"), list[Any]()
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *args, **kw: found.append(figure))
     monkeypatch.setattr(setup, "RankPool", FakePool)
     monkeypatch.setattr(setup, "run_setup", fake_setup)
+    return found
+
+
+def test_skewed_routings_side_by_side(tmp_path: Path, drawn: list[Any]) -> None:
+    """Each number of tokens with each MaxVio, in names, table and setup, with the load of the fullest rank. The chart
+    has a curve over MaxVio for each number of tokens."""
     shapes = [MegaShape(256, 128, 8, 2, max_vio=each) for each in (0.0, 2.5)]
     json_file, console = tmp_path / "rows.json", Console(width=120, highlight=False)
     with console.capture() as captured:
@@ -350,6 +364,34 @@ def test_skewed_routings_side_by_side(tmp_path: Path, monkeypatch: pytest.Monkey
     for axes in figure.axes:
         (line,) = axes.lines
         assert list(line.get_xdata()) == [0.0, 2.5]
+
+
+def test_replicas_side_by_side(tmp_path: Path, drawn: list[Any]) -> None:
+    """Beside each row of ours one with replicas, named as in the other benches, with stages, its ratio to ours, and
+    how full the fullest rank is then. Charts have a curve of both, and one floor."""
+    shapes = [MegaShape(256, 128, 8, 2, max_vio=each) for each in (0.0, 2.5)]
+    file, console = tmp_path / "rows.json", Console(width=120, highlight=False)
+    run = Run(console, 2, "cuda", ["bench", "mega"], file, tmp_path / "chart.png")
+    with console.capture() as captured:
+        mega.run_mega(run, shapes, [400], 3, spare_slots=2)
+    rows = json.loads(file.read_text())["rows"]
+    skews = ("", "/spare2", "/v2.5", "/v2.5/spare2")
+    assert [row["name"] for row in rows] == [f"mega/ep2/t400/h256/i128/e8/k2{each}/graph" for each in skews]
+    _, _, skewed, replicated = rows
+    assert [row["setup"]["spare_slots"] for row in rows] == [None, 2, None, 2]
+    assert skewed["setup"]["fullest_rank"] > 1.1 > replicated["setup"]["fullest_rank"] >= 1
+    assert replicated["floor_us"] != skewed["floor_us"]
+    assert (skewed["times_ours"], replicated["times_ours"]) == (None, 0.5)
+    assert list(replicated["stages_us"]) == STAGES
+    text = " ".join(captured.get().split())
+    assert f"2.5 {replicated['setup']['fullest_rank']:.2f} spare2" in text
+    assert "spare: with replicas of hot experts" in text
+    assert "of ours and spare's is 1e-06 at most" in text
+    (axes,) = drawn[0].axes
+    curves = ["tokenloom, graph", "tokenloom, graph, 2 spare slots a rank"]
+    assert [line.get_label() for line in axes.lines] == curves
+    assert list(mega.curves([MegaRow(**each) for each in rows])) == curves
+    assert mega.floors([MegaRow(**each) for each in rows[:2]]) == [(400, rows[0]["floor_us"])]
 
 
 def test_fullest_rank_by_hand(two_ranks: list[torch.Tensor]) -> None:

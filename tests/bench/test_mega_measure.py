@@ -230,10 +230,20 @@ class FakeMega:
     """The layer as far as a benchmark uses it, on the CPU; what it computes is what the rival's stand-in does."""
 
     def __init__(
-        self, group: Any, *, num_shared_experts: int, device: torch.device, backend: str = "auto", **sizes: int
+        self,
+        group: Any,
+        *,
+        num_shared_experts: int,
+        device: torch.device,
+        backend: str = "auto",
+        spare_slots: int | None = None,
+        **sizes: int,
     ) -> None:
         expected = {"num_experts": 4, "hidden": 256, "intermediate": 128, "top_k": 2, "max_tokens_per_rank": 40}
         assert sizes == expected
+        plan = SimpleNamespace(experts_per_rank=4 // group.size())
+        self.comm = SimpleNamespace(plan=plan, rank=group.rank(), num_ranks=group.size())
+        self.spare_slots, self.placements = spare_slots, list[Any]()
         self.local = 4 // group.size() + num_shared_experts
         self.after_stage: Any = None
         self.checked = 0
@@ -244,13 +254,19 @@ class FakeMega:
     def __exit__(self, *exception: object) -> None:
         assert self.checked == 3 + 1 or exception[0], "what replays left behind is raised after each routing"
 
-    def load_weights(self, *weights: torch.Tensor) -> None:
+    def move_experts(self, placement: Any) -> Any:
+        assert placement.slots_per_rank == self.comm.plan.experts_per_rank + (self.spare_slots or 0)
+        return SimpleNamespace(run=lambda: self.placements.append(placement))
+
+    def load_weights(self, *weights: torch.Tensor, experts: range | None = None) -> None:
+        assert (self.spare_slots is None) == (experts is None)
         assert [each.shape[0] for each in weights] == [self.local] * 4
         assert [list(each.shape[1:]) for each in weights] == [[256, 256], [256, 128], [2, 2], [2, 1]]
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, out: torch.Tensor) -> None:
         assert (x.dtype, ids.dtype, weights.dtype) == (torch.bfloat16, torch.int32, torch.float32)
         assert (weights[ids < 0] == 0).all()
+        assert bool(self.placements) == (self.spare_slots is not None), "experts are placed before they are called"
         out.copy_(x * weights.sum(1, keepdim=True))
         for stage in STAGES:
             if self.after_stage is not None:
@@ -320,7 +336,7 @@ def test_a_steady_sample_is_watched_in_its_middle(monkeypatch: pytest.MonkeyPatc
     assert done == ["replay", "start", *twice, *between, *twice, "end", *watched, "wait for end"]
 
 
-def measure_with_stand_ins(context: RankContext, against: Sequence[str]) -> list[MegaFound]:
+def measure_with_stand_ins(context: RankContext, against: Sequence[str], spare_slots: int | None) -> list[MegaFound]:
     patches = [
         mock.patch.object(mega, "MegaMoE", FakeMega),
         mock.patch.object(clock, "capture", fake_capture),
@@ -335,14 +351,16 @@ def measure_with_stand_ins(context: RankContext, against: Sequence[str]) -> list
     with ExitStack() as stack:
         for each in patches:
             stack.enter_context(each)
-        return mega.measure_on_rank(context, [shape], [1, 40], 4, False, against)
+        return mega.measure_on_rank(context, [shape], [1, 40], 4, False, against, spare_slots=spare_slots)
 
 
-@pytest.mark.parametrize("against", [["deep_gemm", "composed"], ["composed"], []])
-def test_a_whole_run_on_stand_ins(cpu_ranks: Ranks, against: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("against", "spare_slots"), [(["deep_gemm", "composed"], None), (["composed"], 1), ([], None)]
+)
+def test_a_whole_run_on_stand_ins(cpu_ranks: Ranks, against: list[str], spare_slots: int | None) -> None:
     """For each number of tokens as many samples of everything as asked for, and the difference of outputs that were
-    wiped and written again; GPUs, graphs and layers are stand-ins."""
-    for found in cpu_ranks.run(measure_with_stand_ins, against):
+    wiped and written again; GPUs, graphs and layers are stand-ins. Of ours with replicas there are stages too."""
+    for found in cpu_ranks.run(measure_with_stand_ins, against, spare_slots):
         assert len(found) == 2
         for draws, each in zip((3, 1), found, strict=True):  # one token leaves some experts out
             ours = each.layers[mega.OURS].samples
@@ -351,13 +369,14 @@ def test_a_whole_run_on_stand_ins(cpu_ranks: Ranks, against: list[str]) -> None:
             assert ours["steady"] == [60.0 / clock.GRAPH_CALLS] * 2 * draws
             assert set(ours) == {*mega.CLOCKS, *STAGES}
             assert all(ours[stage] == pytest.approx([1.0] * 4 * draws) for stage in STAGES)
-            assert list(each.layers) == [mega.OURS, *against]
-            for name in against:
+            others = [*([] if spare_slots is None else [mega.SPARE]), *against]
+            assert list(each.layers) == [mega.OURS, *others]
+            for name in others:
                 other = each.layers[name]
                 assert (other.samples["graph"], other.why_not, list(other.samples)) == (
                     [7.0] * 4 * draws,
                     "",
-                    [*mega.CLOCKS],
+                    ["graph", "events", *(STAGES if name == mega.SPARE else []), "steady"],
                 )
                 assert len(other.samples["steady"]) == 2 * draws
                 assert len(other.samples["events"]) == 4 * draws
@@ -366,6 +385,30 @@ def test_a_whole_run_on_stand_ins(cpu_ranks: Ranks, against: list[str]) -> None:
                     assert 0 < other.difference < 1e-3  # the rounding to FP8 of its x
                 else:
                     assert abs(other.difference) < 1e-9
+
+
+@on_ranks("cpu_ranks")
+def test_replicas_compute_the_same(context: RankContext) -> None:
+    """Under the placement of each routing, in turn, outputs are those without one. The shared expert stays last."""
+    uneven = [MegaShape(256, 128, 4, 2, max_vio=each, num_shared_experts=1) for each in (0.9, 0.5)]
+    w1, w1_scales, w2, w2_scales = make_weights(uneven[0], context)
+    given = (context.group, uneven[0], 8, (w1, w1_scales), (w2, w2_scales))
+    slow = {"options": mega.Composed.options}  # there are no GPUs
+    ours, replicated = mega.Composed(*given), type("OnCpus", (mega.Replicated,), slow)(*given, spare_slots=2)
+    generator = torch.Generator().manual_seed(context.rank)
+    x, scores = torch.randn(8, 256, generator=generator).bfloat16(), torch.rand(8, 2, generator=generator)
+    for shape in uneven:
+        replicated.place(shape, 2)
+        placed, wanted = replicated.mega.comm.placement, shape.placement(context.num_ranks, 2)
+        assert placed is not None
+        for rank in range(context.num_ranks):  # slots of a rank may lie in another order
+            assert sorted(placed.experts_of(rank)) == sorted(wanted.experts_of(rank))
+        out, without = torch.empty_like(x), torch.empty_like(x)
+        for each, its in ((ours, without), (replicated, out)):
+            each.prepared_call(x, shape.topk_ids(context.rank, 8), scores, its)()
+        assert calc_diff(without, out) < 1e-6
+    ours.close()
+    replicated.close()
 
 
 @pytest.mark.parametrize(

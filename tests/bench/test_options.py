@@ -43,6 +43,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--trace", "/no/such/folder/trace.json"], "--trace"),
         (["--shared-experts", "-1"], "--shared-experts"),
         (["--tokens", "8,x"], "--tokens"),
+        (["--spare-slots", "0"], "--spare-slots is 0, expected a whole number of at least 1"),
     ],
     "bench train --device cpu --ranks 2": [
         (["--thiek", "96,32,24,16"], "expected five whole numbers above 0, T,H,I,E,K"),
@@ -58,6 +59,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--thiek", "96,32,24,24,3", "--strategy", "dedup,pigeon"], "strategy of combine is 'pigeon'"),
         (["--thiek", "96,32,24,24,3", "--pool-rows", "0"], "--pool-rows"),
         (["--thiek", "96,32,24,24,3", "--json", "/no/such/folder/rows.json"], "--json"),
+        (["--thiek", "96,32,24,24,3", "--spare-slots", "-1"], "--spare-slots is -1, expected a whole number"),
         ([], "missing, expected all five sizes"),
         (["--tokens", "96", "--hidden", "32", "--top-k", "3"], "--intermediate, --num-experts"),
         (["--thiek", "96,32,24,24,3", "--hidden", "64", "--top-k", "3"], "leave out --hidden, --top-k"),

@@ -19,10 +19,10 @@ from tests.bench.test_train_report import OPTIONS, shown
 from tests.cli.borrowed import borrowed
 from tests.conftest import Ranks
 from tests.tune.test_tune import like_a_communicator
-from tokenloom.bench import clock, legends, setup, train
+from tokenloom.bench import clock, legends, setup, train, train_work
 from tokenloom.bench.differences import Difference, total
 from tokenloom.bench.rivals.torch_layer import torch_experts, torch_layer
-from tokenloom.bench.train import LOCAL, ONE, OURS, PASSES, TrainFound, TrainLayer, TrainReport
+from tokenloom.bench.train import LOCAL, ONE, OURS, PASSES, SPARE, TrainFound, TrainLayer, TrainReport
 from tokenloom.bench.train_work import (
     LIMITS,
     TENSORS,
@@ -119,25 +119,31 @@ def measure_with(context: RankContext, changes: dict[str, Any], shape: TrainShap
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": "fp32", "max_vio": 1.0, "redispatch_in_backward": True},
+        {"dtype": "fp32", "max_vio": 1.0, "redispatch_in_backward": True, "spare_slots": 1},
         {"strategy": tl.Strategy("dedup", "all_to_all"), "pool_rows": 300, "overlap": False},
     ],
-    ids=["fp32, skewed, sent again", "all-to-all, pool"],
+    ids=["fp32, skewed, sent again, with replicas", "all-to-all, pool"],
 )
 def test_all_agree(ranks: Ranks, changes: dict[str, Any]) -> None:
     """The layer agrees with reference and rival, on every number of ranks, whatever the options. Its differences are
-    far below the limits, so the limits do not hide faults. Everybody has a sample of every pass and iteration."""
+    far below the limits, so the limits do not hide faults. Everybody has a sample of every pass and iteration. With
+    replicas, which sum their gradients at owners, the layer agrees with itself without, and its ranks are as even."""
     found = ranks.run(measure_with, changes)
     report = TrainReport(SHAPE, replace(OPTIONS, **changes), found)
     limit = LIMITS[changes.get("dtype", "bf16")]
     assert report.passed
     assert all(row.relative < limit / 2 for row in report.checks)
-    assert any("so they agree" in note for note in report.notes)
+    spare = "spare_slots" in changes
+    assert [note.count("so they agree") for note in report.notes if "differ from ours" in note] == [1] * (1 + spare)
     assert sum(each.routes for each in found) == 96 * 3
+    if spare:
+        assert sum(each.replica_routes or 0 for each in found) == 96 * 3
+        assert max(each.replica_routes or 0 for each in found) <= 1.2 * 96 * 3 / len(found)
+        assert all(found[0].replicas[name].max_diff < 1e-4 for name in TENSORS if found[0].replicas)
     assert (found[0].chosen_by, found[0].strategy) == (
         ("hand", changes["strategy"]) if "strategy" in changes else ("default", tl.Strategy())
     )
-    whose = [OURS, report.rival, LOCAL, ONE]
+    whose = [OURS, *([SPARE] if spare else []), report.rival, LOCAL, ONE]
     assert list(found[0].layers) == whose
     assert all(len(each.layers[who].samples[what]) == 3 for each in found for who in whose for what in PASSES)
     kept = {each.name for each in found[0].saved}
@@ -219,6 +225,37 @@ def test_a_wrong_gradient_fails_the_command(folder: Path, pools: Callable[[str],
     assert "not asked for (--no-check)" in unchecked.output
     assert "overlap off" in unchecked.output
     assert "PASS" not in unchecked.output
+
+
+def measure_with_a_replica_left_out(context: RankContext, *arguments: Any) -> TrainFound:
+    """Nobody sums the gradients of replicas at their owner."""
+    with mock.patch.object(train_work, "reduce_replica_gradients", return_value=None):
+        return quickly(context, *arguments)
+
+
+def test_the_command_with_replicas(folder: Path, tmp_path: Path, pools: Callable[[str], RankPool]) -> None:
+    """Rows with replicas stand beside ours, named as in the other benches, and say how full the fullest rank is then.
+    A layer with replicas that computes something else fails the command."""
+    file = tmp_path / "rows.json"
+    command = [*COMMAND, *THIEK, "--dtype", "fp32", "--max-vio", "2", "--spare-slots", "2", "--json", str(file)]
+    with borrowed(setup, pools, quickly):
+        done = CliRunner().invoke(app.app, command)
+    assert done.exit_code == 0, done.output
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    name = "train/collective/ep2/t96/h32/i24/e12/k3/fp32/v2"
+    for what in PASSES:
+        ours, replicated = rows[f"{name}/{what}"], rows[f"{name}/spare2/{what}"]
+        assert (ours["setup"]["spare_slots"], replicated["setup"]["spare_slots"]) == (None, 2)
+        assert ours["setup"]["fullest_rank"] > replicated["setup"]["fullest_rank"] >= 1
+        assert replicated["p50_ms"] > 0
+    shown = " ".join(done.output.split())
+    assert "forward/spare2" in shown
+    assert "this layer, 2 spare slots a rank inference" in shown
+    assert legends.TRAIN_SPARE in shown
+    with borrowed(setup, pools, measure_with_a_replica_left_out):
+        wrong = CliRunner().invoke(app.app, command)
+    assert wrong.exit_code == FAILED
+    assert "of the layer with replicas differ" in " ".join(wrong.output.split())
 
 
 def measure_without_memory(context: RankContext, shape: TrainShape) -> TrainFound:

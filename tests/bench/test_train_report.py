@@ -110,13 +110,22 @@ class Pool:
 
 
 def test_skewed_routings_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each MaxVio has a report, and rows of its own name, with how full the fullest rank was. What no routing can be
-    is refused before anything starts."""
+    """Each MaxVio has a report, and rows of its own name, with how full the fullest rank was. The chart has each pass
+    over MaxVio. What no routing can be is refused before anything starts."""
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *args, **kw: drawn.append(figure))
     monkeypatch.setattr(setup, "RankPool", Pool)
     file, console = tmp_path / "rows.json", Console(width=120, highlight=False)
     shape, options = replace(SHAPE, hidden=32), OPTIONS
+    run = setup.Run(console, 2, "cpu", ["bench"], file, tmp_path / "chart.png")
     with console.capture() as captured:
-        assert train.run_train(setup.Run(console, 2, "cpu", ["bench"], file), shape, options, [0.0, 2.0])
+        assert train.run_train(run, shape, options, [0.0, 2.0])
+    charts = drawn[0].axes[: len(PASSES)]
+    assert [each.get_title().partition("\n")[0] for each in charts] == list(PASSES)
+    for each in charts:
+        assert [line.get_label() for line in each.lines][:2] == ["this layer", "nccl rival"]
+        assert all(list(line.get_xdata()) == [0.0, 2.0] for line in each.lines)
     rows = [row for row in json.loads(file.read_text())["rows"] if row["name"].endswith("/forward")]
     of_ours = {row["name"]: row["setup"] for row in rows if row["who"] == OURS}
     sizes = "train/nvlink/ep2/t96/h32/i24/e24/k3/bf16"

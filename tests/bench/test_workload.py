@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import tokenloom as tl
 from tokenloom import reference
-from tokenloom.bench.workload import CallSizes, placed
+from tokenloom.bench.workload import EARLIER_TOKENS, CallSizes, placed
 from tokenloom.plan import Plan
 
 SHAPE = CallSizes(num_tokens=40, hidden=16, top_k=2, num_experts=8, max_vio=2.0)
@@ -25,14 +27,17 @@ def test_routes_go_where_the_reference_sends_them() -> None:
 
 
 def test_a_placement_is_of_another_batch() -> None:
-    """It is planned from the same popularity and other tokens: nobody knows a batch before it comes."""
-    placement = SHAPE.routing(4, 1).placement
+    """It is planned from the same popularity and other tokens: nobody knows a batch before it comes. Calls of few
+    tokens and of many have the same one."""
+    of_few = replace(SHAPE, num_experts=64)
+    of_many = replace(of_few, num_tokens=EARLIER_TOKENS)
     seen, known = (
-        torch.bincount(torch.cat([SHAPE.topk_ids(first + rank) for rank in range(4)]).flatten(), minlength=8)
+        torch.bincount(torch.cat([of_many.topk_ids(first + rank) for rank in range(4)]).flatten(), minlength=64)
         for first in (0, 4)
     )
-    assert placement == tl.plan_replicas(known, 4, 3)
-    assert not torch.equal(seen, known)
+    placement = tl.plan_replicas(known, 4, 17)
+    assert of_few.routing(4, 1).placement == of_many.routing(4, 1).placement == placement
+    assert tl.plan_replicas(seen, 4, 17) != placement
 
 
 def test_the_fullest_rank_by_hand() -> None:

@@ -19,7 +19,7 @@ from tokenloom.backends import registry
 from tokenloom.bench import clock, comm_work, harness, legends
 from tokenloom.bench.comm_work import CallSeries, Traffic, label, sums_per_rank
 from tokenloom.bench.harness import Contestant, Measured, Sample, take_turns
-from tokenloom.bench.plot import load_matplotlib, write_bars_png, write_curves_by_max_vio_png
+from tokenloom.bench.plot import Point, load_matplotlib, write_points_png
 from tokenloom.bench.rivals import deep_ep
 from tokenloom.bench.setup import TRANSPORTS, Run, machine
 from tokenloom.bench.tables import counted, make_table, say
@@ -30,6 +30,7 @@ from tokenloom.bench.workload import (
     Inputs,
     expert_outputs,
     make_inputs,
+    with_spare_slots,
 )
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.engine import Pending
@@ -403,7 +404,7 @@ left out."""
 def _table(kind: str, shape: CallSizes, rows: Sequence[Row]) -> Table:
     (what, *headers), cells = KINDS[kind]
     headers = [what, "SMs", "floor\nµs", *headers, "fullest\nrank"]
-    fullest = any(row.setup["max_vio"] or row.setup.get("spare_slots") is not None for row in rows)
+    fullest = legends.about_routings([row.setup for row in rows])
     lines = [(label(row.name), str(row.num_sms or MISSING), _us(row.floor_us), *cells(row)) for row in rows]
     lines = [
         (*line, f"{row.setup['fullest_rank']:.2f}" if fullest else MISSING)
@@ -501,9 +502,8 @@ def run_comm(run: Run, series: Sequence[CallSeries], notes: Sequence[str], itera
         "pairs": EAGER_PAIRS[run.device],
     }
     floors = [legends.COMM_FLOOR] if any(row.floor_us is not None for row in measured) else []
-    skewed = [legends.SKEW] if any(row.setup["max_vio"] for row in measured) else []
-    skewed += [legends.SPARE] if any(row.setup["spare_slots"] is not None for row in measured) else []
-    texts = (legends.COMM, *floors, *skewed, *(text for kind, text in legends.COMM_KINDS.items() if kind in kinds))
+    about = legends.about_routings([row.setup for row in measured])
+    texts = (legends.COMM, *floors, *about, *(text for kind, text in legends.COMM_KINDS.items() if kind in kinds))
     run.say(*(text.format(**numbers) for text in texts))
     run.keep(setup, notes, measured)
     if run.plot_file is not None:
@@ -512,23 +512,12 @@ def run_comm(run: Run, series: Sequence[CallSeries], notes: Sequence[str], itera
 
 
 def write_chart(file: Path, setup: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Draw the median of every row: against MaxVio where there are several, else as a bar.
-
-    There is a chart of curves for each operation and shape, and one of bars for each shape, in groups by operation.
-    """
-    if len({row.setup["max_vio"] for row in rows}) > 1:
-        curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
-        for row in rows:
-            above = f"{_operation(row)}\n{_title(replace(_shape(row), max_vio=0.0))}"
-            points = curves.setdefault(above, {}).setdefault(_who(row), [])
-            points.append((row.setup["max_vio"], row.p50_us))
-        write_curves_by_max_vio_png(file, setup, "dispatch and combine", curves)
-        return
-    charts = {
-        _title(shape): [(_operation(row), _who(row), row.p50_us) for row in alike]
-        for shape, alike in groupby(rows, _shape)
-    }
-    write_bars_png(file, setup, "dispatch and combine", charts)
+    """Draw the median of every row."""
+    points = [
+        Point(_title(replace(_shape(row), max_vio=0.0)), _operation(row), _who(row), row.setup["max_vio"], row.p50_us)
+        for row in rows
+    ]
+    write_points_png(file, setup, "dispatch and combine", points)
 
 
 def _shape(row: Row) -> CallSizes:
@@ -544,9 +533,9 @@ def _title(shape: CallSizes) -> str:
 def _who(row: Row) -> str:
     sms = "" if row.num_sms is None else f", {row.num_sms} SMs"
     halves = ", halves around a GEMM" if kind_of(row) == "halves" else ""
-    spare = row.setup.get("spare_slots")
-    replicas = "" if spare is None else f", {counted(spare, 'spare slot')} a rank"
-    return f"{row.setup['backend']}{sms}, {row.setup['timing']}{halves}{replicas}"
+    return with_spare_slots(
+        f"{row.setup['backend']}{sms}, {row.setup['timing']}{halves}", row.setup.get("spare_slots")
+    )
 
 
 def _operation(row: Row) -> str:

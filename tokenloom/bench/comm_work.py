@@ -13,7 +13,7 @@ from tokenloom.backends import registry
 from tokenloom.backends.nodes.hierarchical.exchange import WORD
 from tokenloom.bench.rivals import deep_ep
 from tokenloom.bench.setup import TRANSPORTS
-from tokenloom.bench.workload import LINK_GBYTES_PER_S, CallSizes, Operation, Payload, Routing
+from tokenloom.bench.workload import LINK_GBYTES_PER_S, CallSizes, Operation, Payload, Routing, routing_names
 from tokenloom.comm.communicator import ScaleLayout, Sizes
 from tokenloom.comm.routed import Layout
 from tokenloom.errors import BackendUnavailable, InvalidArgument
@@ -183,10 +183,9 @@ class CallSeries:
         shape, operation = self.shape, self.operation
         sizes = f"ep{num_ranks}/t{shape.num_tokens}/h{shape.hidden}/k{shape.top_k}"
         kind = f"{operation.payload}/{operation.layout}/{self.timing}"
-        halves = "" if self.beside_us is None else "/halves"
-        skew = f"/v{shape.max_vio:g}" if shape.max_vio else ""
-        spare = "" if self.spare_slots is None else f"/spare{self.spare_slots}"
-        return f"{operation.name}/{self.backend}/{sizes}/{kind}{skew}{spare}{halves}"
+        ends = routing_names(shape.max_vio, self.spare_slots)
+        ends += [] if self.beside_us is None else ["halves"]
+        return "/".join([operation.name, self.backend, sizes, kind, *ends])
 
 
 Who = tuple[str, Timing, int | None, int | None]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 COMM = "p50 and p99 are over samples, each of its slowest rank. 1 GB is 1e9 bytes."
 COMM_FLOOR = (
     "Floor: the tokens' values that leave the busiest rank, at {link:,.0f} GB/s, which the links of an H200 carry."
 )
-SKEW = (
-    "v: MaxVio of the routing, the largest expected load of an expert over the mean, less 1; fullest rank: routes of "
-    "the rank with most, over the mean of all ranks."
-)
+SKEW = "v: MaxVio of the routing, the largest expected load of an expert over the mean, less 1."
 SPARE = "spare: with replicas of hot experts in as many slots more on each rank, planned from another batch."
+FULLEST = "Fullest rank: routes of the rank with most, over the mean of all ranks."
 COMM_CLOCKS = {
     "cpu": "wall, the host's",
     "cuda": "events around one call, or graph, a replayed CUDA graph of {calls} calls",
@@ -24,6 +25,15 @@ COMM_KINDS = {
     "call in one piece with the GEMM behind it. dispatch+combine sends both before the GEMM, as two micro-batches do.",
 }
 """By kind of row."""
+
+
+def about_routings(setups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Explain what rows of these setups say of their routings; nothing where all are even and without a placement."""
+    skewed = any(each["max_vio"] for each in setups)
+    replicated = any(each.get("spare_slots") is not None for each in setups)
+    texts = [SKEW] * skewed + [SPARE] * replicated
+    return [*texts, FULLEST] if texts else []
+
 
 MEGA = (
     "p50 of one call, of the slowest rank of each sample, in a replayed CUDA graph of {calls}; steady: the same in "
@@ -42,6 +52,7 @@ TRAIN_TIMES = (
     "p50 and p99 of the slowest rank of each sample; times include the router. Inference: forward without gradients. "
     "TFLOP/s: of the experts' GEMMs, for each rank that computes."
 )
+TRAIN_SPARE = "Its backward sums the gradients of an expert's replicas at their owner, as before an optimizer's step."
 TRAIN_BASELINES = (
     "{rival} rival: torch alone (sort by expert, all_to_all_single of one row per route, grouped_mm, SwiGLU, and "
     "back). Local: one rank's tokens and experts, without a network. One rank: all tokens and all experts, while the "

@@ -24,7 +24,7 @@ from tokenloom.bench.plot import load_matplotlib, write_curves_by_max_vio_png, w
 from tokenloom.bench.rivals.deep_gemm import DeepGemm, Weights
 from tokenloom.bench.setup import Run
 from tokenloom.bench.tables import counted, make_table
-from tokenloom.bench.workload import LINK_GBYTES_PER_S
+from tokenloom.bench.workload import LINK_GBYTES_PER_S, routing_names, with_spare_slots
 from tokenloom.compat.deep_gemm.testing import calc_diff
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.mega_moe import MegaMoE
@@ -34,7 +34,8 @@ from tokenloom.plan import FP8_BLOCK
 from tokenloom.runtime.processes import RankContext
 from tokenloom.tune.samples import popularity
 
-OURS = "tokenloom"
+OURS, SPARE = "tokenloom", "spare"
+"""Our layer, and the same with replicas of experts in spare slots."""
 INPUT = "bfloat16"
 """Dtype of our x."""
 CLOCKS = ("graph", "events", "steady")
@@ -88,9 +89,15 @@ class OtherMega:
         return None
 
     def __init__(
-        self, group: dist.ProcessGroup, shape: MegaShape, max_tokens: int, l1_weights: Weights, l2_weights: Weights
+        self,
+        group: dist.ProcessGroup,
+        shape: MegaShape,
+        max_tokens: int,
+        l1_weights: Weights,
+        l2_weights: Weights,
+        **options: Any,
     ) -> None:
-        self.mega = make_mega(group, shape, max_tokens, l1_weights[0].device, **self.options)
+        self.mega = make_mega(group, shape, max_tokens, l1_weights[0].device, **self.options, **options)
         self._take_weights(l1_weights, l2_weights)
 
     def prepared_call(
@@ -143,6 +150,23 @@ class FourBits(OtherMega):
         self.mega.load_weights(w1, w2, w1_scales, w2_scales, four_bits=MXFP4, keep="four_bits")
 
 
+class Replicated(OtherMega):
+    """The same MegaMoE with replicas of hot experts in spare slots. ``spare_slots`` is an option of it."""
+
+    most_difference = 1e-3  # a GEMM may add in another order where an expert has other rows
+
+    def place(self, shape: MegaShape, spare_slots: int) -> None:
+        """Move the weights to where they are planned for a routing. Collective, between calls."""
+        comm = self.mega.comm
+        self.mega.move_experts(shape.placement(comm.num_ranks, spare_slots)).run()
+
+    def _take_weights(self, l1_weights: Weights, l2_weights: Weights) -> None:
+        (w1, w1_scales), (w2, w2_scales) = l1_weights, l2_weights
+        comm = self.mega.comm
+        own = range(comm.rank * comm.plan.experts_per_rank, (comm.rank + 1) * comm.plan.experts_per_rank)
+        self.mega.load_weights(w1, w2, w1_scales, w2_scales, experts=own)
+
+
 def in_four_bits(w: torch.Tensor, w_scales: torch.Tensor, parts: int = 1) -> Weights:
     """Round weights with block scales to MXFP4.
 
@@ -175,6 +199,10 @@ OTHERS: dict[str, type[DeepGemm] | type[OtherMega]] = {
     "four_bits": FourBits,
     "composed": Composed,
 }
+
+
+LAYERS = OTHERS | {SPARE: Replicated}
+"""All layers that are compared with ours."""
 
 
 def load(names: Sequence[str], shape: MegaShape) -> dict[str, str | None]:
@@ -214,6 +242,7 @@ def measure_on_rank(
     cold: bool,
     against: Sequence[str],
     traced: bool = False,
+    spare_slots: int | None = None,
 ) -> list[MegaFound]:
     """Measure every number of tokens of every shape on this rank. Collective.
 
@@ -222,17 +251,24 @@ def measure_on_rank(
         cold: overwrite L2 before each sample, and let a sample be one call.
         against: names of OTHERS, which are measured too.
         traced: trace a call of the last number of tokens.
+        spare_slots: measure ours with replicas in so many more slots of each rank too.
     """
     clock, shape = Clock(context, cold), shapes[0]
     found: list[MegaFound] = []
     with make_mega(context.group, shape, max(tokens), context.device) as mega:
         w1, w1_scales, w2, w2_scales = make_weights(shape, context)
         weights = ((w1, w1_scales), (w2, w2_scales))
-        others = {name: OTHERS[name](context.group, shape, max(tokens), *weights) for name in against}
+        sizes = (context.group, shape, max(tokens))
+        others: dict[str, Other] = {}
+        if spare_slots is not None:
+            others[SPARE] = replicated = Replicated(*sizes, *weights, spare_slots=spare_slots)
+        others |= {name: OTHERS[name](*sizes, *weights) for name in against}
         mega.load_weights(w1, w2, w1_scales, w2_scales)
         taken_gb: dict[str, float] = {}
         calls = list(product(shapes, tokens))
         for i, (shape, num_tokens) in enumerate(calls):
+            if spare_slots is not None:
+                replicated.place(shape, spare_slots)  # which moves nothing from one number of tokens to the next
             if context.rank == 0:
                 context.report(f"{num_tokens} tokens on every rank")
             last = i == len(calls) - 1
@@ -337,15 +373,16 @@ def _measure(
     taken = clocks.warm_up(call)
     taken_gb.setdefault(OURS, taken / 1e9)
     ours = MegaLayer(call, out, clock.capture(call))
-    staged = StagedGraph(clock, mega, call)
     layers = {OURS: ours}
     for name, other in others.items():
         layers[name], taken = _of_other(clock, other, x, ids, weights)
         taken_gb.setdefault(name, taken / 1e9)
     measured = {name: Measured(why_not=each.why_not) for name, each in layers.items()}
-    take_turns(
-        contestants(clock, layers, measured) | {"stages": Contestant(staged.sample, measured[OURS])}, iterations
-    )
+    stages = {f"{OURS}, stages": Contestant(StagedGraph(clock, mega, call).sample, measured[OURS])}
+    if isinstance(replicated := others.get(SPARE), Replicated):
+        staged = StagedGraph(clock, replicated.mega, layers[SPARE].call)
+        stages[f"{SPARE}, stages"] = Contestant(staged.sample, measured[SPARE])
+    take_turns(contestants(clock, layers, measured) | stages, iterations)
     for name in [*layers, *reversed(layers)] if not clock.cold else []:
         graph = layers[name].graph
         if graph is not None:
@@ -403,8 +440,9 @@ class MegaRow:
     """Numbers of one layer for one number of tokens.
 
     Attributes:
-        name: mega[/other layer]/ranks/tokens/hidden/intermediate/experts/top-k[/shared experts][/MaxVio]/clock[/cold].
-        who: "tokenloom", or the other layer's name.
+        name: mega[/other layer]/ranks/tokens/hidden/intermediate/experts/top-k[/shared experts][/MaxVio][/spare slots]
+            /clock[/cold].
+        who: "tokenloom"; "spare", the same with replicas in spare slots; or the other layer's name.
         p50_us, p99_us, slowest_rank: time of a call, by the clock in the name.
         steady_us: the same without pauses, where a GPU is at its power limit; None without a graph, or cold.
         taken_gb: memory that calls of most tokens take beside weights, on the rank that takes most.
@@ -413,7 +451,7 @@ class MegaRow:
         nvlink_gbytes_per_s: what leaves the busiest rank when ours runs, per p50.
         floor_us: least time; the legend of the table says what it is.
         times_floor: p50 over floor_us; None where that is 0.
-        stages_us: p50 of each stage; empty for other layers.
+        stages_us: p50 of each stage; empty for layers of other programs or forms.
         times_ours: in another layer's row, its time over ours, both by graph, or both by events where it has no graph.
         difference: there, distance of the outputs, on the rank where it is largest.
         setup: everything needed to repeat the row, besides what all rows of a run share.
@@ -440,22 +478,29 @@ class MegaRow:
 
 
 def make_rows(
-    shape: MegaShape, num_ranks: int, num_tokens: int, iterations: int, cold: bool, by_rank: Sequence[MegaFound]
+    shape: MegaShape,
+    num_ranks: int,
+    num_tokens: int,
+    iterations: int,
+    cold: bool,
+    by_rank: Sequence[MegaFound],
+    spare_slots: int | None = None,
 ) -> list[MegaRow]:
     """Make our row, and one of each other layer, from what all ranks found."""
-    needed, rows = work(shape, num_ranks, num_tokens), list[MegaRow]()
+    rows = list[MegaRow]()
     common = asdict(shape) | {
         "num_tokens": num_tokens,
         "num_ranks": num_ranks,
         "iterations": iterations,
         "draws": shape.num_draws(num_ranks, num_tokens),
-        "fullest_rank": needed.fullest_rank,
         "rounds": harness.ROUNDS,
     }
     for who in by_rank[0].layers:
         found = [each.layers[who] for each in by_rank]
-        its_input = INPUT if who == OURS else OTHERS[who].input
-        row = _make_row(who, needed, cold, common | {"x": its_input}, found)
+        its_slots = spare_slots if who == SPARE else None
+        needed = work(shape, num_ranks, num_tokens, its_slots)
+        its_setup = common | {"x": INPUT if who == OURS else LAYERS[who].input, "spare_slots": its_slots}
+        row = _make_row(who, needed, cold, its_setup, found)
         row = replace(row, taken_gb=max(each.taken_gb.get(who, 0.0) for each in by_rank))
         if who != OURS:
             same_clock = rows[0].p50_us if row.setup["clock"] == "graph" else rows[0].events_us
@@ -470,9 +515,9 @@ def _make_row(who: str, needed: Work, cold: bool, common: dict[str, Any], by_ran
     times = percentiles(by_rank)
     clock = "graph" if "graph" in times else "events"
     p50, p99, slowest_rank = times[clock]
-    name = ["mega"] if who == OURS else ["mega", who]
+    name = ["mega"] if who in (OURS, SPARE) else ["mega", who]
     name += [f"{letter}{common[size]}" for letter, size in NAMED_SIZES if letter != "s" or common[size]]
-    name += [f"v{common['max_vio']:g}"] if common["max_vio"] else []
+    name += routing_names(common["max_vio"], common["spare_slots"])
     return MegaRow(
         name="/".join([*name, clock, *(["cold"] if cold else [])]),
         who=who,
@@ -493,6 +538,7 @@ def _make_row(who: str, needed: Work, cold: bool, common: dict[str, Any], by_ran
         difference=None,
         setup=common
         | {
+            "fullest_rank": needed.fullest_rank,
             "clock": clock,
             "calls_per_sample": clocks.GRAPH_CALLS if clock == "graph" and not cold else 1,
             "why_no_graph": by_rank[0].why_not,
@@ -513,7 +559,7 @@ def notes(rows: Sequence[MegaRow]) -> list[str]:
         if row.difference is not None:
             differences.setdefault(row.who, []).append(row.difference)
     for who, found in differences.items():
-        worst, limit = float(np.max(found)), OTHERS[who].most_difference
+        worst, limit = float(np.max(found)), LAYERS[who].most_difference
         agree = "so they agree" if worst < limit else "SO THEY DO NOT AGREE: believe no row"
         said.append(
             f"outputs: 1 - 2 sum(xy) / sum(x^2 + y^2) of ours and {who}'s is {worst:.2g} at most; the limit is "
@@ -525,9 +571,9 @@ def notes(rows: Sequence[MegaRow]) -> list[str]:
 def table(rows: Sequence[MegaRow]) -> Table:
     """All rows, for people. Names of layers and a comparison appear only where there are others than ours."""
     others = any(row.who != OURS for row in rows)
-    skewed = any(row.setup["max_vio"] for row in rows)
+    uneven = legends.about_routings([row.setup for row in rows])
     stages = list(rows[0].stages_us) if rows else []
-    headers = ["tokens", *(["MaxVio", "fullest\nrank"] if skewed else []), *(["layer"] if others else [])]
+    headers = ["tokens", *(["MaxVio", "fullest\nrank"] if uneven else []), *(["layer"] if others else [])]
     headers += ["p50\nµs", "steady\nµs", "events\nµs", "TFLOP\n/s"]
     headers += ["HBM\nGB/s", "NVLink\nGB/s", "floor\nµs", "taken\nGB", *(["times\nours"] if others else [])]
     headers += [f"{stage}\nµs" for stage in stages]
@@ -536,10 +582,11 @@ def table(rows: Sequence[MegaRow]) -> Table:
     for row in rows:
         numbers = (row.p50_us, row.steady_us, row.events_us, row.tflops, row.hbm_gbytes_per_s, row.nvlink_gbytes_per_s)
         cells = [str(row.setup["num_tokens"])]
-        if skewed:
+        if uneven:
             cells += [f"{row.setup['max_vio']:g}", f"{row.setup['fullest_rank']:.2f}"]
         if others:
-            cells.append(row.who if row.setup["clock"] == "graph" else f"{row.who}, events")
+            who = "/".join(routing_names(0, row.setup["spare_slots"])) or row.who
+            cells.append(who if row.setup["clock"] == "graph" else f"{who}, events")
         cells += ["-" if value is None else f"{value:,.0f}" for value in (*numbers, row.floor_us)]
         cells.append(f"{row.taken_gb:.2f}")
         if others:
@@ -553,7 +600,7 @@ def curves(rows: Sequence[MegaRow]) -> dict[str, list[tuple[float, float]]]:
     """Points (tokens, p50 in microseconds) by layer and clock, for a plot."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        found.setdefault(f"{row.who}, {row.setup['clock']}", []).append((row.setup["num_tokens"], row.p50_us))
+        found.setdefault(_curve(row), []).append((row.setup["num_tokens"], row.p50_us))
     return {who: sorted(points) for who, points in found.items()}
 
 
@@ -562,14 +609,18 @@ def curves_by_max_vio(rows: Sequence[MegaRow]) -> dict[str, dict[str, list[tuple
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
         chart = found.setdefault(f"{row.setup['num_tokens']} tokens a rank", {})
-        points = chart.setdefault(f"{row.who}, {row.setup['clock']}", [])
-        points.append((row.setup["max_vio"], row.p50_us))
+        chart.setdefault(_curve(row), []).append((row.setup["max_vio"], row.p50_us))
     return found
+
+
+def _curve(row: MegaRow) -> str:
+    who = OURS if row.who == SPARE else row.who
+    return with_spare_slots(f"{who}, {row.setup['clock']}", row.setup["spare_slots"])
 
 
 def floors(rows: Sequence[MegaRow]) -> list[tuple[float, float]]:
     """Points (tokens, floor in microseconds), without floors of 0, which have no place on a logarithmic axis."""
-    return sorted({(row.setup["num_tokens"], row.floor_us) for row in rows if row.floor_us > 0})
+    return sorted({(row.setup["num_tokens"], row.floor_us) for row in rows if row.floor_us > 0 and row.who != SPARE})
 
 
 def run_mega(
@@ -580,6 +631,7 @@ def run_mega(
     *,
     cold: bool = False,
     against: Sequence[str] = (),
+    spare_slots: int | None = None,
     trace_file: Path | None = None,
 ) -> None:
     """Measure every number of tokens on GPUs, print a table, write the files that were asked for.
@@ -587,6 +639,8 @@ def run_mega(
     Args:
         shapes: they differ by their routing alone.
         cold: overwrite L2 before each sample, which then is one call.
+        spare_slots: measure ours with replicas in so many more slots of each rank too, under a placement that is
+            planned for each routing.
         trace_file: file for a call of the last number of tokens, for Perfetto.
     """
     if run.plot_file is not None:
@@ -597,20 +651,23 @@ def run_mega(
     versions = load(against, shape)
     setup = run.setup() | {name: version for name, version in versions.items() if version is not None}
     draws = sum(shape.num_draws(run.num_ranks, each) for each in tokens) * len(shapes)
-    limit_s = harness.limit_s(iterations) * draws * (1 + len(against))
+    others = len(against) + (spare_slots is not None)
+    limit_s = harness.limit_s(iterations) * draws * (1 + others)
     with run.ranks() as (pool, starting):
-        arguments = (list(shapes), list(tokens), iterations, cold, list(against), trace_file is not None)
+        arguments = (list(shapes), list(tokens), iterations, cold, list(against), trace_file is not None, spare_slots)
         results = pool.run(measure_on_rank, *arguments, limit_s=limit_s, on_event=starting)
     rows = [
         row
         for i, (each_shape, num_tokens) in enumerate(product(shapes, tokens))
-        for row in make_rows(each_shape, run.num_ranks, num_tokens, iterations, cold, [each[i] for each in results])
+        for row in make_rows(
+            each_shape, run.num_ranks, num_tokens, iterations, cold, [each[i] for each in results], spare_slots
+        )
     ]
     said = notes(rows)
     run.say(f"{counted(run.num_ranks, 'rank')} on {setup['device_name']}")
-    skewed = any(each.max_vio for each in shapes)
-    run.show(table(rows), keys=1 + bool(against) + 2 * skewed)
-    run.say(legend(cold, against), *([legends.SKEW] if skewed else []), *said)
+    about_routings = legends.about_routings([row.setup for row in rows])
+    run.show(table(rows), keys=1 + bool(others) + 2 * bool(about_routings))
+    run.say(legend(cold, against, bool(others)), *about_routings, *said)
     run.keep(setup, said, rows)
     if run.plot_file is not None:
         sizes = f"hidden {shape.hidden}, intermediate {shape.intermediate}, top-{shape.top_k} of {shape.num_experts}"
@@ -627,7 +684,7 @@ def run_mega(
         run.say(f"a call of {tokens[-1]} tokens written to {trace_file}; open it in Perfetto")
 
 
-def legend(cold: bool, against: Sequence[str]) -> str:
+def legend(cold: bool, against: Sequence[str], compared: bool) -> str:
     """Explain the table's columns."""
     calls = "one call" if cold else f"{clocks.GRAPH_CALLS} calls"
     parts = [
@@ -635,5 +692,5 @@ def legend(cold: bool, against: Sequence[str]) -> str:
     ]
     parts += [legends.MEGA_COLD] if cold else []
     parts += [f"{OTHERS[name].about}." for name in against]
-    parts += [legends.MEGA_OTHERS] if against else []
+    parts += [legends.MEGA_OTHERS] if compared else []
     return " ".join(parts)

@@ -7,8 +7,9 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from tokenloom.bench.workload import LINK_GBYTES_PER_S
-from tokenloom.plan import FP8_BLOCK, align_up
+from tokenloom.bench.workload import EARLIER_TOKENS, LINK_GBYTES_PER_S, CallSizes, placed
+from tokenloom.comm.placement import Placement
+from tokenloom.plan import FP8_BLOCK, Plan, align_up
 from tokenloom.runtime.processes import RankContext
 from tokenloom.tune.samples import draw_topk_ids
 
@@ -60,6 +61,14 @@ class MegaShape:
         sizes = (num_tokens, self.num_experts, self.top_k)
         return draw_topk_ids(rank + SEED_OF_DRAW * draw, *sizes, self.max_vio, self.masked_ratio)
 
+    def call_sizes(self, num_tokens: int) -> CallSizes:
+        """Sizes of a call's dispatch."""
+        return CallSizes(num_tokens, self.hidden, self.top_k, self.num_experts, self.max_vio)
+
+    def placement(self, num_ranks: int, spare_slots: int) -> Placement:
+        """The placement of calls of any number of tokens, see :meth:`CallSizes.placement`."""
+        return self.call_sizes(EARLIER_TOKENS).placement(num_ranks, spare_slots)
+
 
 @dataclass(frozen=True)
 class Work:
@@ -89,36 +98,45 @@ class Work:
         )
 
 
-def work(shape: MegaShape, num_ranks: int, num_tokens: int) -> Work:
-    """The work of one call with ``num_tokens`` tokens on each of ``num_ranks`` ranks: the mean of all draws."""
+def work(shape: MegaShape, num_ranks: int, num_tokens: int, spare_slots: int | None = None) -> Work:
+    """The work of one call with ``num_tokens`` tokens on each of ``num_ranks`` ranks: the mean of all draws.
+
+    Args:
+        spare_slots: with replicas of experts in so many more slots of each rank; None: without a placement.
+    """
     draws = shape.num_draws(num_ranks, num_tokens)
-    works = [_work_of(shape, num_ranks, num_tokens, draw) for draw in range(draws)]
+    placement = None if spare_slots is None else shape.placement(num_ranks, spare_slots)
+    works = [_work_of(shape, num_ranks, num_tokens, draw, placement) for draw in range(draws)]
     return Work(*(sum(values) / draws for values in zip(*map(astuple, works), strict=True)))
 
 
-def _work_of(shape: MegaShape, num_ranks: int, num_tokens: int, draw: int) -> Work:
-    ids = [shape.topk_ids(rank, num_tokens, draw) for rank in range(num_ranks)]
-    experts = torch.cat([each[each >= 0] for each in ids]).long()
-    per_expert = torch.bincount(experts, minlength=shape.num_experts).view(num_ranks, -1)
-    touched, most_routes = int((per_expert > 0).sum(1).max()), int(per_expert.sum(1).max())
+def _work_of(shape: MegaShape, num_ranks: int, num_tokens: int, draw: int, placement: Placement | None) -> Work:
+    ids = [shape.topk_ids(rank, num_tokens, draw).long() for rank in range(num_ranks)]
+    routing = placed(shape.call_sizes(max(1, num_tokens)).plan(num_ranks), ids, placement)
+    routes = routing.routes
+    touched, most_routes = int((routes > 0).sum(1).max()), int(routes.sum(1).max())
     shared, shared_routes = shape.num_shared_experts if num_tokens else 0, num_tokens * shape.num_shared_experts
     return Work(
-        flops=(len(experts) / num_ranks + shared_routes) * 2 * shape.expert_weights,
+        flops=(int(routes.sum()) / num_ranks + shared_routes) * 2 * shape.expert_weights,
         busiest_flops=(most_routes + shared_routes) * 2 * shape.expert_weights,
         weight_bytes=(touched + shared) * shape.expert_weights,
-        sent_bytes=max(bytes_out(shape, num_ranks, rank, ids) for rank in range(num_ranks)),
-        fullest_rank=most_routes * num_ranks / len(experts) if len(experts) else 1.0,
+        sent_bytes=max(bytes_out(routing.plan, rank, routing.topk_ids) for rank in range(num_ranks)),
+        fullest_rank=routing.fullest_rank,
     )
 
 
-def bytes_out(shape: MegaShape, num_ranks: int, rank: int, ids: Sequence[torch.Tensor]) -> int:
+def bytes_out(plan: Plan, rank: int, ids: Sequence[torch.Tensor]) -> int:
     """Bytes that leave a rank: for each route to another rank an FP8 row of x with its scales, home and weight, and
-    for each route of others' tokens a bfloat16 result."""
-    local = shape.num_experts // num_ranks
+    for each route of others' tokens a bfloat16 result.
+
+    Args:
+        ids: [T, K] of each rank: experts of the plan, which may be slots.
+    """
+    local, hidden = plan.experts_per_rank, plan.hidden
     to_others = int(((ids[rank] >= 0) & (ids[rank] // local != rank)).sum())
-    back = sum(int((ids[other] // local == rank).sum()) for other in range(num_ranks) if other != rank)
-    row_bytes = shape.hidden + align_up(shape.hidden, FP8_BLOCK) // FP8_BLOCK * SCALE_BYTES + HOME_BYTES + WEIGHT_BYTES
-    return to_others * row_bytes + back * shape.hidden * 2
+    back = sum(int((ids[other] // local == rank).sum()) for other in range(plan.num_ranks) if other != rank)
+    row_bytes = hidden + align_up(hidden, FP8_BLOCK) // FP8_BLOCK * SCALE_BYTES + HOME_BYTES + WEIGHT_BYTES
+    return to_others * row_bytes + back * hidden * 2
 
 
 def make_weights(

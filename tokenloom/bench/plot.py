@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,45 @@ def write_curves_by_max_vio_png(
         axes.set_visible(False)
     figure.suptitle(title(setup, what))
     figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A time in a chart.
+
+    Attributes:
+        sizes: what all points of a chart of bars share, beside their routing.
+        what: what was timed: a group of bars, or a chart of curves.
+        who: who was timed: a colour.
+    """
+
+    sizes: str
+    what: str
+    who: str
+    max_vio: float
+    us: float
+
+
+def write_points_png(file: Path, setup: Mapping[str, Any], what: str, points: Sequence[Point]) -> None:
+    """Draw everybody's times: against MaxVio where there are several, else as bars.
+
+    There is a chart of curves for each of what was timed and its sizes, and one of bars for each of the sizes.
+
+    Args:
+        what: what was measured, for the title.
+    """
+    if len({each.max_vio for each in points}) > 1:
+        curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        for each in points:
+            chart = curves.setdefault(f"{each.what}\n{each.sizes}", {})
+            chart.setdefault(each.who, []).append((each.max_vio, each.us))
+        write_curves_by_max_vio_png(file, setup, what, curves)
+        return
+    bars: dict[str, list[tuple[str, str, float]]] = {}
+    for each in points:
+        skew = f", MaxVio {each.max_vio:g}" if each.max_vio else ""
+        bars.setdefault(f"{each.sizes}{skew}", []).append((each.what, each.who, each.us))
+    write_bars_png(file, setup, what, bars)
 
 
 def make_logarithmic(axes: Any, ticks: Iterable[float]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from tokenloom.backends.seam import Strategy
 from tokenloom.bench import clock, harness, legends
 from tokenloom.bench.differences import LARGEST_SHARE, Difference, total
 from tokenloom.bench.harness import Contestant, Measured, Sample, percentiles, take_turns
+from tokenloom.bench.plot import Point, load_matplotlib, write_points_png
 from tokenloom.bench.rivals.torch_layer import Experts, own_experts, torch_experts, torch_layer
 from tokenloom.bench.setup import TRANSPORTS, Run, machine
 from tokenloom.bench.tables import counted, make_table
@@ -36,11 +37,15 @@ from tokenloom.bench.train_work import (
     make_problem,
     require_steerable,
 )
-from tokenloom.bench.workload import DTYPES
+from tokenloom.bench.workload import DTYPES, Routing, placed, planned, routing_names, with_spare_slots
+from tokenloom.comm.communicator import Communicator
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.training.layer import ExpertParallelMoE
+from tokenloom.training.replicas import place_experts
 from tokenloom.training.saved_activations import SavedTensor
+from tokenloom.training.shards import local_part
+from tokenloom.training.state_by_expert import by_expert
 from tokenloom.tune import choices
 from tokenloom.tune.samples import popularity
 
@@ -56,7 +61,8 @@ CHOSEN_BY = {
     "tune": "tuned here (`tokenloom tune`)",
     "default": "the default; `tokenloom tune` has chosen none for this shape here",
 }
-OURS, LOCAL, ONE = "ours", "local", "one"
+OURS, SPARE, LOCAL, ONE = "ours", "spare", "local", "one"
+"""The layer, the same with replicas of experts in spare slots, and baselines."""
 BASELINES = (LOCAL, ONE)
 PASSES = ("inference", "forward", "backward")
 """Passes that are timed: forward without gradients, forward with them, backward."""
@@ -72,6 +78,8 @@ class TrainFound:
         checked: differences from the reference, by TENSORS; None if that was not asked for.
         rival: differences of the rival from ours, by TENSORS.
         layers: samples of PASSES, by who; empty for those who could not be measured, with the reason.
+        replica_routes: routes that this rank's slots got, in the layer with replicas; None without.
+        replicas: differences of that layer from ours, by TENSORS.
     """
 
     backend: str
@@ -82,6 +90,8 @@ class TrainFound:
     rival: dict[str, Difference]
     saved: list[SavedTensor]
     layers: dict[str, Measured]
+    replica_routes: int | None = None
+    replicas: dict[str, Difference] | None = None
 
 
 @dataclass(frozen=True)
@@ -90,14 +100,15 @@ class TrainRow:
 
     Attributes:
         name: train/backend, rival or baseline/ranks/tokens of all ranks/hidden/intermediate/experts/top-k/dtype/pass,
-            with /MaxVio before the pass where the routing is drawn.
-        who: OURS, the rival, or one of BASELINES.
+            with /MaxVio before the pass where the routing is drawn, and /spare slots of the layer with replicas.
+        who: OURS, SPARE, the rival, or one of BASELINES.
         what: one of PASSES.
         p50_ms, p99_ms, slowest_rank: time over samples, each of its slowest rank.
         tflops: rate of the experts' GEMMs, per rank that works, per p50.
-        exposed_ms: in our rows, by baseline: p50 less the baseline's; that of "one" is divided by the ranks.
-        scaling: in our rows, time of "one" divided by the ranks, over ours; 1 is a network that costs nothing.
-        rival_ratio: in our rows, the rival's time over ours.
+        exposed_ms: in rows of OURS and SPARE, by baseline: p50 less the baseline's; that of "one" is divided by the
+            ranks.
+        scaling: likewise, time of "one" divided by the ranks, over ours; 1 is a network that costs nothing.
+        rival_ratio: likewise, the rival's time over ours.
         setup: everything needed to repeat the row, besides what all rows of a run share.
     """
 
@@ -144,30 +155,17 @@ class SavedRow:
 def measure_on_rank(context: RankContext, shape: TrainShape, options: TrainOptions) -> TrainFound:
     """Check and measure on this rank. Collective."""
     plan, dtype = shape.plan(context.num_ranks), DTYPES[options.dtype]
-    layer = ExpertParallelMoE(
-        context.group,
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        max_tokens_per_rank=plan.max_tokens_per_rank,
-        strategy=options.strategy,
-        overlap=options.overlap,
-        redispatch_in_backward=options.redispatch_in_backward,
-        pool_rows=options.pool_rows,
-        device=context.device,
-        dtype=dtype,
-    )
+    layer = _make_layer(context, shape, options)
     ranks = RankGroup(context.group, device=context.device)
 
     def say(what: str) -> None:
         if context.rank == 0:
             context.report(what)
 
-    with closing(layer.comm):
+    with ExitStack() as stack:
+        stack.enter_context(closing(layer.comm))
         say("drawing weights and tokens")
-        layer.reset_parameters(seed=WEIGHT_SEED)
-        weights = Weights(layer.router_weight, (layer.experts.w1, layer.experts.w2))
+        weights = _draw_weights(layer)
         problem = make_problem(plan.max_tokens_per_rank, weights, shape.top_k, options.max_vio, context.rank)
         ours = TrainLayer(lambda: layer(problem.x)[0], problem.gradients)
         rival = _of_torch(problem, shape.top_k, torch_experts, ranks)
@@ -175,10 +173,15 @@ def measure_on_rank(context: RankContext, shape: TrainShape, options: TrainOptio
         found = ours.results()
         beside_rival = compare_all(rival.results(), found)
         checked = compare_with_reference(context, problem, shape.top_k, found) if options.check else None
+        replicated = None
+        if options.spare_slots is not None:
+            alike = replace(options, strategy=layer.experts.strategy)
+            replicated = stack.enter_context(_replicated(context, ranks, shape, alike, problem, found))
         del found
         saved = layer.saved_activations(problem.x)
         layers = {
             OURS: ours,
+            **({} if replicated is None else {SPARE: replicated.layer}),
             TRANSPORTS[context.device.type]: rival,
             LOCAL: _local(problem, shape.top_k),
             ONE: _one(context, ranks, shape, options),  # last: it may take whatever memory is still free
@@ -186,13 +189,13 @@ def measure_on_rank(context: RankContext, shape: TrainShape, options: TrainOptio
         contestants = {who: Contestant(partial(each.step, context)) for who, each in layers.items()}
         take_turns(contestants, options.iterations, WARM_UP_STEPS, say=say)
         layer.comm.check()
-        ids = choose(problem, shape.top_k)[1].flatten()
-        routes = ranks.all_reduce_sums([torch.bincount(ids, minlength=shape.num_experts)], "routes")[0]
+        if replicated is not None:
+            replicated.comm.check()
         return TrainFound(
             backend=layer.comm.backend,
             strategy=layer.experts.strategy,
             chosen_by=_who_chose(layer, options, dtype),
-            routes=int(routes.view(context.num_ranks, -1)[context.rank].sum()),
+            routes=_routes_here(context, placed(plan, _chosen_by_all(ranks, problem, shape.top_k), None)),
             checked=checked,
             rival=beside_rival,
             saved=saved,
@@ -200,7 +203,93 @@ def measure_on_rank(context: RankContext, shape: TrainShape, options: TrainOptio
                 who: Measured(why_not=each.why_not) if each.why_not else contestants[who].measured
                 for who, each in layers.items()
             },
+            replica_routes=None if replicated is None else replicated.routes,
+            replicas=None if replicated is None else replicated.differences,
         )
+
+
+def _make_layer(
+    context: RankContext, shape: TrainShape, options: TrainOptions, spare_slots: int = 0
+) -> ExpertParallelMoE:
+    return ExpertParallelMoE(
+        context.group,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        max_tokens_per_rank=shape.plan(context.num_ranks).max_tokens_per_rank,
+        strategy=options.strategy,
+        overlap=options.overlap,
+        redispatch_in_backward=options.redispatch_in_backward,
+        pool_rows=options.pool_rows,
+        spare_slots=spare_slots,
+        device=context.device,
+        dtype=DTYPES[options.dtype],
+    )
+
+
+def _draw_weights(layer: ExpertParallelMoE) -> Weights:
+    """Draw the same weights for every layer of these sizes."""
+    layer.reset_parameters(seed=WEIGHT_SEED)
+    return Weights(layer.router_weight, (layer.experts.w1, layer.experts.w2))
+
+
+def _chosen_by_all(ranks: RankGroup, problem: TrainProblem, top_k: int) -> list[torch.Tensor]:
+    """Experts of the tokens of each rank, int64 [T, K] on the CPU. Collective."""
+    ids = choose(problem, top_k)[1]
+    return [each.view(ids.shape) for each in ranks.all_gather(ids.flatten(), "experts of tokens").cpu()]
+
+
+def _routes_here(context: RankContext, routing: Routing) -> int:
+    return int(routing.routes[context.rank].sum())
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """The layer with replicas, beside the one without.
+
+    Attributes:
+        routes: routes that this rank's slots get.
+        differences: of outputs and gradients from those without replicas, by TENSORS.
+    """
+
+    comm: Communicator
+    layer: TrainLayer
+    routes: int
+    differences: dict[str, Difference]
+
+
+@contextmanager
+def _replicated(
+    context: RankContext,
+    ranks: RankGroup,
+    shape: TrainShape,
+    options: TrainOptions,
+    problem: TrainProblem,
+    without: tuple[torch.Tensor, ...],
+) -> Iterator[Replicated]:
+    """Make the layer with replicas as a user does: place its experts by what the router chose for other tokens.
+
+    Args:
+        problem: of the layer without replicas, which this one gets too.
+        without: what came of it.
+    """
+    assert options.spare_slots is not None
+    layer, plan = _make_layer(context, shape, options, options.spare_slots), shape.plan(context.num_ranks)
+    with closing(layer.comm):
+        weights, seed = _draw_weights(layer), context.num_ranks + context.rank
+        earlier = make_problem(plan.max_tokens_per_rank, problem.weights, shape.top_k, options.max_vio, seed)
+        chosen = _chosen_by_all(ranks, earlier, shape.top_k)
+        placement = planned(chosen, shape.num_experts, context.num_ranks, options.spare_slots)
+        del earlier
+        place_experts(layer, placement)
+        its = replace(problem, x=problem.x.detach().clone().requires_grad_(), weights=weights)
+        made = TrainLayer(lambda: layer(its.x)[0], lambda out: its.gradients_at_owners(out, layer))
+        *of_tokens, dw1, dw2 = made.results()
+        of_experts = by_expert(layer.experts, {"dw1": dw1, "dw2": dw2}, "by owners", "comparing replicas")
+        differences = compare_all((*of_tokens, *map(local_part, of_experts.values())), without)
+        routing = placed(plan, _chosen_by_all(ranks, problem, shape.top_k), placement)
+        yield Replicated(layer.comm, made, _routes_here(context, routing), differences)
 
 
 def _who_chose(layer: ExpertParallelMoE, options: TrainOptions, dtype: torch.dtype) -> str:
@@ -300,22 +389,31 @@ class TrainReport:
         first = by_rank[0]
         self._num_ranks, self._tokens = len(by_rank), shape.num_tokens // len(by_rank)
         sizes = f"t{shape.num_tokens}/h{shape.hidden}/i{shape.intermediate}/e{shape.num_experts}/k{shape.top_k}"
-        skew = f"/v{options.max_vio:g}" if options.max_vio else ""
-        self._sizes = f"ep{self._num_ranks}/{sizes}/{options.dtype}{skew}"
+        self._sizes = f"ep{self._num_ranks}/{sizes}/{options.dtype}"
         self._setup = asdict(shape) | asdict(options) | {"num_ranks": self._num_ranks, "backend": first.backend}
         self._setup |= {"strategy": asdict(first.strategy), "chosen_by": first.chosen_by, "rounds": harness.ROUNDS}
-        self._setup |= {"tokens_per_rank": self._tokens, "most_routes": max(each.routes for each in by_rank)}
-        mean = sum(each.routes for each in by_rank) / self._num_ranks
-        self._setup["fullest_rank"] = self._setup["most_routes"] / mean if mean else 1.0
-        self.rival = next(who for who in first.layers if who not in (OURS, *BASELINES))
+        self._setup |= {"tokens_per_rank": self._tokens, "spare_slots": None}
+        self._setup |= _fullest([each.routes for each in by_rank])
+        self._replica_routes = [each.replica_routes for each in by_rank if each.replica_routes is not None]
+        self.rival = next(who for who in first.layers if who not in (OURS, SPARE, *BASELINES))
         self.checks = self._make_checks()
         self.times = self._make_times()
         self.saved = self._make_saved()
         self.passed = all(row.passed for row in self.checks)
         self.notes = self._make_notes()
 
+    def _spare_slots(self, who: str) -> int | None:
+        return self._options.spare_slots if who == SPARE else None
+
     def _name(self, who: str, what: str) -> str:
-        return f"train/{self._by_rank[0].backend if who == OURS else who}/{self._sizes}/{what}"
+        its = self._by_rank[0].backend if who in (OURS, SPARE) else who
+        routing = routing_names(self._options.max_vio, self._spare_slots(who))
+        return "/".join(["train", its, self._sizes, *routing, what])
+
+    def _setup_of(self, who: str) -> dict[str, Any]:
+        if who != SPARE:
+            return self._setup
+        return self._setup | {"spare_slots": self._options.spare_slots} | _fullest(self._replica_routes)
 
     def _make_checks(self) -> list[CheckRow]:
         by_rank = [each.checked for each in self._by_rank if each.checked is not None]
@@ -338,7 +436,7 @@ class TrainReport:
                 ms = p50[who][what]
                 tokens = self._shape.num_tokens if who == ONE else self._tokens
                 flops = self._shape.forward_flops(tokens) * (2 if what == "backward" else 1)
-                is_ours = who == OURS
+                is_ours = who in (OURS, SPARE)
                 baselines = {each: p50[each][what] * even[each] for each in BASELINES if is_ours and each in p50}
                 rows.append(
                     TrainRow(
@@ -352,7 +450,7 @@ class TrainReport:
                         exposed_ms={each: ms - its for each, its in baselines.items()},
                         scaling=baselines[ONE] / ms if ONE in baselines else None,
                         rival_ratio=p50[self.rival][what] / ms if is_ours else None,
-                        setup=self._setup,
+                        setup=self._setup_of(who),
                     )
                 )
         return rows
@@ -371,20 +469,36 @@ class TrainReport:
     def _make_notes(self) -> list[str]:
         layers = self._by_rank[0].layers.items()
         notes = [f"{who} is not measured: {each.why_not}" for who, each in layers if each.why_not]
-        relative = {name: total(each.rival[name] for each in self._by_rank).relative for name in TENSORS}
+        notes.append(self._agreement(self.rival, [each.rival for each in self._by_rank])[0])
+        replicas = [each.replicas for each in self._by_rank if each.replicas is not None]
+        if replicas:
+            note, agree = self._agreement("the layer with replicas", replicas)
+            notes.append(note)
+            self.passed &= agree or not self._options.check
+        return notes
+
+    def _agreement(self, who: str, by_rank: Sequence[dict[str, Difference]]) -> tuple[str, bool]:
+        """Say how far outputs and gradients are from ours, and whether that is near enough."""
+        relative = {name: total(each[name] for each in by_rank).relative for name in TENSORS}
         worst = max(relative, key=lambda name: np.nan_to_num(relative[name], nan=np.inf))
         limit = 2 * LIMITS[self._options.dtype]
-        agree = "so they agree" if relative[worst] <= limit else "SO THEY DO NOT AGREE: believe no ratio"
-        notes.append(
-            f"{self.rival}'s outputs and gradients differ from ours by at most {relative[worst]:.2g} ({worst}, "
-            f"relative); the limit is {limit:.2g}, as each may be off by half of that, {agree}"
+        agree = relative[worst] <= limit
+        said = "so they agree" if agree else "SO THEY DO NOT AGREE: believe no ratio"
+        note = (
+            f"outputs and gradients of {who} differ from ours by at most {relative[worst]:.2g} ({worst}, relative); "
+            f"the limit is {limit:.2g}, as each may be off by half of that, {said}"
         )
-        return notes
+        return note, agree
 
     def setup_lines(self, where: str) -> list[str]:
         """Lines on the layer and on how it ran."""
         shape, options, first = self._shape, self._options, self._by_rank[0]
         routes = [each.routes for each in self._by_rank]
+        replicas = [
+            f"{with_spare_slots('with replicas', options.spare_slots)}: it gets at most {max(each):,}"
+            for each in [self._replica_routes]
+            if each
+        ]
         return [
             f"{counted(self._num_ranks, 'rank')} on {where}, backend {first.backend}: "
             f"{shape.num_tokens} tokens, {self._tokens} a rank; "
@@ -394,9 +508,22 @@ class TrainReport:
             f"{'tokens, sent again' if options.redispatch_in_backward else 'dispatched rows'}, "
             f"{'exact sizes' if options.pool_rows is None else f'room for {options.pool_rows} rows'}; "
             f"MaxVio {options.max_vio:g}: a rank's experts get {np.mean(routes):,.0f} routes, at most {max(routes):,}",
+            *replicas,
             f"strategy: dispatch {first.strategy.dispatch}, combine {first.strategy.combine}: "
             f"{CHOSEN_BY[first.chosen_by]}",
         ]
+
+    def points(self) -> list[Point]:
+        """The time of each pass, for a chart."""
+        shape = self._shape
+        sizes = f"{self._tokens} tokens a rank, hidden {shape.hidden}, intermediate {shape.intermediate}"
+        sizes += f", top-{shape.top_k} of {shape.num_experts} experts, {self._options.dtype}"
+        vio = self._options.max_vio
+        return [Point(sizes, row.what, self._label(row.who), vio, 1e3 * row.p50_ms) for row in self.times]
+
+    def about_replicas(self) -> list[str]:
+        """Lines on the layer with replicas, if there is one."""
+        return [legends.SPARE, legends.TRAIN_SPARE] if self._replica_routes else []
 
     def check_table(self) -> Table:
         """Differences from the reference."""
@@ -444,6 +571,8 @@ class TrainReport:
         return table
 
     def _label(self, who: str) -> str:
+        if who == SPARE:
+            return with_spare_slots("this layer", self._options.spare_slots)
         labels = {OURS: "this layer", LOCAL: "local", ONE: "one rank, all tokens"}
         return labels.get(who, f"{who} rival")
 
@@ -452,9 +581,10 @@ class TrainReport:
         baselines = ("one / W\nms", "exposed\nms", "%", "scaling\n%", "local\nms", "exposed\nms", "%")
         table = _table("", "this\nlayer ms", *baselines, f"{self.rival}\n/ ours")
         for row in self.times:
-            if row.who != OURS or row.what == "inference":
+            if row.who not in (OURS, SPARE) or row.what == "inference":
                 continue
-            cells = [row.what, f"{row.p50_ms:,.4g}"]
+            what = "/".join([row.what, *routing_names(0.0, row.setup["spare_slots"])])
+            cells = [what, f"{row.p50_ms:,.4g}"]
             for baseline in (ONE, LOCAL):
                 ms = row.exposed_ms.get(baseline)
                 found = ["-"] * 3 if ms is None else _exposed_cells(row.p50_ms, ms)
@@ -467,6 +597,12 @@ class TrainReport:
 
 def _exposed_cells(p50_ms: float, exposed_ms: float) -> list[str]:
     return [f"{p50_ms - exposed_ms:,.4g}", f"{exposed_ms:,.3g}", f"{100 * exposed_ms / p50_ms:.1f}"]
+
+
+def _fullest(routes: Sequence[int]) -> dict[str, Any]:
+    """How full the fullest of the ranks is, for a setup."""
+    mean = sum(routes) / len(routes)
+    return {"most_routes": max(routes), "fullest_rank": max(routes) / mean if mean else 1.0}
 
 
 def _kept_bytes(saved: Sequence[SavedTensor]) -> int:
@@ -484,6 +620,8 @@ def run_train(run: Run, shape: TrainShape, options: TrainOptions, max_vios: Sequ
         max_vios: routings to measure, one after the other, see :class:`TrainOptions`.
     """
     shape.plan(run.num_ranks)
+    if run.plot_file is not None:
+        load_matplotlib()
     for max_vio in max_vios:
         popularity(shape.num_experts, shape.top_k, max_vio)  # says what no routing can be
         if max_vio:
@@ -503,6 +641,9 @@ def run_train(run: Run, shape: TrainShape, options: TrainOptions, max_vios: Sequ
             reports.append(report)
             said |= dict.fromkeys(notes + about_speed)
     run.keep(setup, list(said), [row for each in reports for row in (*each.times, *each.checks, *each.saved)])
+    if run.plot_file is not None:
+        write_points_png(run.plot_file, setup, "training step", [point for each in reports for point in each.points()])
+        run.say(f"chart written to {run.plot_file}")
     return all(each.passed for each in reports)
 
 
@@ -520,8 +661,8 @@ def _show(run: Run, report: TrainReport, notes: Sequence[str], about_speed: Sequ
     title("kept for backward, on a rank")
     run.show(report.saved_table())
     title("times")
-    run.show(report.times_table([OURS]), keys=2)
-    run.say(legends.TRAIN_TIMES)
+    run.show(report.times_table([OURS, SPARE]), keys=2)
+    run.say(legends.TRAIN_TIMES, *report.about_replicas())
     title("baselines")
     run.show(report.times_table([report.rival, *BASELINES]), keys=2)
     run.say(legends.TRAIN_BASELINES.format(rival=report.rival), *notes)

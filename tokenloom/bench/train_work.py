@@ -22,6 +22,8 @@ from tokenloom.ops.router import Router, router_logits
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.training.layer import ExpertParallelMoE
+from tokenloom.training.replicas import reduce_replica_gradients
 from tokenloom.training.shards import local_part
 from tokenloom.tune.samples import draw_topk_ids
 
@@ -82,6 +84,7 @@ class TrainOptions:
         max_vio: largest expected load of an expert over the mean, less 1. 0: as a random router chooses.
         strategy: what carries the payloads; None: the layer's own choice.
         pool_rows: most rows of a rank's experts; None: exact sizes.
+        spare_slots: measure the layer with replicas in so many more slots of each rank too; None: do not.
     """
 
     dtype: str
@@ -92,6 +95,7 @@ class TrainOptions:
     pool_rows: int | None
     check: bool
     iterations: int
+    spare_slots: int | None = None
 
 
 @dataclass(frozen=True)
@@ -132,8 +136,18 @@ class TrainProblem:
 
     def gradients(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Gradients of x, router, w1 and w2, from the layer's output."""
-        wanted = (self.x, self.weights.router, *self.weights.experts)
-        return tuple(local_part(grad) for grad in torch.autograd.grad(out, wanted, self.grad))
+        return tuple(local_part(grad) for grad in self._gradients(out))
+
+    def gradients_at_owners(self, out: torch.Tensor, layer: ExpertParallelMoE) -> tuple[torch.Tensor, ...]:
+        """The same of a layer with replicas, whose slots' gradients are summed as before a user's step. Collective."""
+        found = self._gradients(out)
+        for weight, grad in zip(self.weights.experts, found[2:], strict=True):
+            weight.grad = grad
+        reduce_replica_gradients(layer)
+        return tuple(map(local_part, found))
+
+    def _gradients(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out, (self.x, self.weights.router, *self.weights.experts), self.grad)
 
 
 def make_problem(num_tokens: int, weights: Weights, top_k: int, max_vio: float = 0.0, seed: int = 0) -> TrainProblem:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from tokenloom.bench.tables import counted
 from tokenloom.comm.placement import Placement, plan_of_slots
 from tokenloom.comm.plan_replicas import plan_replicas
 from tokenloom.comm.routed import Layout
@@ -21,6 +22,8 @@ from tokenloom.tune.network.constants import FITTED
 from tokenloom.tune.samples import draw_topk_ids, popularity
 
 ROUTING_SEED = 0
+EARLIER_TOKENS = 4096
+"""Tokens of a rank that placements are planned from, whatever a call has: a server has counted many calls."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -59,6 +62,10 @@ class CallSizes:
     def routing(self, num_ranks: int, spare_slots: int | None = None) -> Routing:
         """Routing of all ranks, with replicas of experts in spare slots if a number of slots is given."""
         return _routing(self, num_ranks, spare_slots)
+
+    def placement(self, num_ranks: int, spare_slots: int) -> Placement:
+        """Plan replicas in spare slots of each rank, from other tokens of the same popularity."""
+        return _placement(replace(self, num_tokens=EARLIER_TOKENS), num_ranks, spare_slots)
 
     def __str__(self) -> str:
         skew = f", MaxVio {self.max_vio:g}" if self.max_vio else ""
@@ -115,13 +122,36 @@ def placed(plan: Plan, topk_ids: Sequence[torch.Tensor], placement: Placement | 
 
 @lru_cache(maxsize=8)
 def _routing(shape: CallSizes, num_ranks: int, spare_slots: int | None) -> Routing:
-    plan, placement = shape.plan(num_ranks), None
-    if spare_slots is not None:
-        # Planned as a user does, from a batch that came before: other tokens of the same popularity.
-        before = torch.cat([shape.topk_ids(num_ranks + rank).flatten() for rank in range(num_ranks)])
-        counts = torch.bincount(before, minlength=shape.num_experts)
-        placement = plan_replicas(counts, num_ranks, plan.experts_per_rank + spare_slots)
-    return placed(plan, [shape.topk_ids(rank) for rank in range(num_ranks)], placement)
+    placement = None if spare_slots is None else shape.placement(num_ranks, spare_slots)
+    return placed(shape.plan(num_ranks), [shape.topk_ids(rank) for rank in range(num_ranks)], placement)
+
+
+@lru_cache(maxsize=8)
+def _placement(earlier: CallSizes, num_ranks: int, spare_slots: int) -> Placement:
+    topk_ids = [earlier.topk_ids(num_ranks + rank) for rank in range(num_ranks)]
+    return planned(topk_ids, earlier.num_experts, num_ranks, spare_slots)
+
+
+def planned(topk_ids: Sequence[torch.Tensor], num_experts: int, num_ranks: int, spare_slots: int) -> Placement:
+    """Plan as a user does, from batches that came before.
+
+    Args:
+        topk_ids: experts of their tokens, in tensors of any shape on one device.
+        spare_slots: slots of each rank beyond its even share of experts.
+    """
+    counts = torch.bincount(torch.cat([each.flatten() for each in topk_ids]), minlength=num_experts)
+    return plan_replicas(counts, num_ranks, num_experts // num_ranks + spare_slots)
+
+
+def routing_names(max_vio: float, spare_slots: int | None) -> list[str]:
+    """Name a routing in rows: vX, the MaxVio of one that is not even, and spareN of a placement."""
+    skew = [f"v{max_vio:g}"] if max_vio else []
+    return skew if spare_slots is None else [*skew, f"spare{spare_slots}"]
+
+
+def with_spare_slots(who: str, spare_slots: int | None) -> str:
+    """Say of somebody measured how many spare slots a rank has, if there is a placement."""
+    return who if spare_slots is None else f"{who}, {counted(spare_slots, 'spare slot')} a rank"
 
 
 SLOT_STEP = 128

@@ -167,6 +167,13 @@ MaxVio = Annotated[float, number_option("--max-vio", f"{_MAX_VIO}.", least=0)]
 MaxVioList = Annotated[
     str | None, text_option("--max-vio", "X,X,...", f"{_MAX_VIO}. Several with commas between. Default: 0.")
 ]
+SpareSlots = Annotated[
+    int | None,
+    whole_option(
+        "--spare-slots",
+        "Measure each row of ours with replicas of hot experts too, in as many slots more on each rank.",
+    ),
+]
 JsonFile = Annotated[Path | None, new_file_option("--json", "Also write the rows, with their setup, to this file.")]
 PlotFile = Annotated[Path | None, new_file_option("--plot", "Also draw the rows to this PNG file.", ".png")]
 

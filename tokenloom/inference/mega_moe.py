@@ -421,7 +421,9 @@ class MegaMoE:
         Args:
             restore: returns w1, w2 and what else ``load_weights`` was given, by its names, of one expert: without the
                 first dimension, on any device. Called with the number of each expert that this rank is to hold.
-            weight_layout, four_bits, round_again: as in ``load_weights``.
+            weight_layout: as in ``load_weights``.
+            four_bits: as there.
+            round_again: as there.
 
         Returns:
             The experts that have a slot again.

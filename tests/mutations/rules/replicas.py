@@ -40,4 +40,13 @@ SKEW = (
       f"{SKEW_TESTS}test_drawn_loads_have_the_max_vio"),
 )
 
-MUTATIONS = PLANS + COUNTS + SKEW
+BENCHES = (
+    M("planned-from-what-is-measured", "a bench plans replicas from the very tokens that it measures",
+      "bench.workload:_placement", "earlier.topk_ids(num_ranks + rank)", "earlier.topk_ids(rank)",
+      "tests/bench/test_workload.py::test_a_placement_is_of_another_batch"),
+    M("steps-without-sums", "a bench of steps leaves the sum of replicas' gradients out of them",
+      "bench.train_work:TrainProblem.gradients_at_owners", "reduce_replica_gradients(layer)", "pass",
+      "tests/bench/test_train.py::test_all_agree"),
+)
+
+MUTATIONS = PLANS + COUNTS + SKEW + BENCHES

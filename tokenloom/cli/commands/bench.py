@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,6 +23,7 @@ from tokenloom.cli.options import (
     PlotFile,
     Ranks,
     RanksPerNode,
+    SpareSlots,
     TokensList,
     TopK,
     are,
@@ -64,13 +65,7 @@ def comm(
     device: OnDevice = None,
     ranks_per_node: RanksPerNode = None,
     max_vio: MaxVioList = None,
-    spare_slots: Annotated[
-        int | None,
-        whole_option(
-            "--spare-slots",
-            "Measure each call of ours with replicas of hot experts too, in as many slots more on each rank.",
-        ),
-    ] = None,
+    spare_slots: SpareSlots = None,
     backends: Annotated[
         str | None,
         text_option(
@@ -177,6 +172,7 @@ def mega(
         float, number_option("--masked-ratio", "Share of routes that are unused.", least=0, most=1)
     ] = 0.0,
     max_vio: MaxVioList = None,
+    spare_slots: SpareSlots = None,
     ranks: Annotated[int | None, whole_option("--ranks", "Number of ranks, one per GPU. Default: all GPUs.")] = None,
     against: Annotated[
         list[str] | None,
@@ -217,7 +213,8 @@ def mega(
         said = f"is {ranks}, but each rank needs a GPU, and there {are(gpus)}; pass --ranks {gpus}"
         raise typer.BadParameter(said, param_hint="--ranks")
     run = Run(console(), ranks or gpus, "cuda", sys.argv[1:], json_file, plot_file)
-    run_mega(run, shapes, counts, iterations, cold=cold, against=names, trace_file=trace_file)
+    options: dict[str, Any] = {"cold": cold, "against": names, "spare_slots": spare_slots, "trace_file": trace_file}
+    run_mega(run, shapes, counts, iterations, **options)
 
 
 def train(
@@ -236,6 +233,7 @@ def train(
     device: OnDevice = None,
     dtype: Annotated[str, choice_option("--dtype", TRAIN_DTYPES, "Dtype of the layer.")] = "bf16",
     max_vio: MaxVioList = None,
+    spare_slots: SpareSlots = None,
     strategy: Annotated[
         str | None,
         text_option(
@@ -258,6 +256,7 @@ def train(
     iterations: Annotated[
         int | None, whole_option("--iterations", "Samples of each number. Default: 6 on the CPU, 30 on GPUs.", 3)
     ] = None,
+    plot_file: PlotFile = None,
     json_file: JsonFile = None,
 ) -> None:
     """Check a training step of ExpertParallelMoE, and measure it beside torch alone and beside no network."""
@@ -281,8 +280,8 @@ def train(
     num_ranks, where = pick_ranks(ranks, device, least=1)
     samples = iterations or DEFAULT_ITERATIONS[where]
     shape = TrainShape(first if thiek else first * num_ranks, *rest)
-    how = TrainOptions(dtype, 0.0, by_hand, overlap, redispatch_in_backward, pool_rows, check, samples)
-    run = Run(console(), num_ranks, where, sys.argv[1:], json_file)
+    how = TrainOptions(dtype, 0.0, by_hand, overlap, redispatch_in_backward, pool_rows, check, samples, spare_slots)
+    run = Run(console(), num_ranks, where, sys.argv[1:], json_file, plot_file)
     passed = run_train(run, shape, how, max_vios(max_vio))
     if not passed:
         raise typer.Exit(FAILED)
