@@ -127,7 +127,7 @@ def measure_with(context: RankContext, changes: dict[str, Any], shape: TrainShap
 def test_all_agree(ranks: Ranks, changes: dict[str, Any]) -> None:
     """The layer agrees with reference and rival, on every number of ranks, whatever the options. Its differences are
     far below the limits, so the limits do not hide faults. Everybody has a sample of every pass and iteration. With
-    replicas, which sum their gradients at owners, the layer agrees with itself without, and its ranks are as even."""
+    replicas, which sum their gradients at owners, the layer agrees with itself without, and no rank is fuller."""
     found = ranks.run(measure_with, changes)
     report = TrainReport(SHAPE, replace(OPTIONS, **changes), found)
     limit = LIMITS[changes.get("dtype", "bf16")]
@@ -138,7 +138,7 @@ def test_all_agree(ranks: Ranks, changes: dict[str, Any]) -> None:
     assert sum(each.routes for each in found) == 96 * 3
     if spare:
         assert sum(each.replica_routes or 0 for each in found) == 96 * 3
-        assert max(each.replica_routes or 0 for each in found) <= 1.2 * 96 * 3 / len(found)
+        assert max(each.replica_routes or 0 for each in found) <= max(each.routes for each in found)
         assert all(found[0].replicas[name].max_diff < 1e-4 for name in TENSORS if found[0].replicas)
     assert (found[0].chosen_by, found[0].strategy) == (
         ("hand", changes["strategy"]) if "strategy" in changes else ("default", tl.Strategy())

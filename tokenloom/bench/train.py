@@ -37,7 +37,7 @@ from tokenloom.bench.train_work import (
     make_problem,
     require_steerable,
 )
-from tokenloom.bench.workload import DTYPES, Routing, placed, planned, routing_names, with_spare_slots
+from tokenloom.bench.workload import DTYPES, EARLIER_TOKENS, Routing, placed, planned, routing_names, with_spare_slots
 from tokenloom.comm.communicator import Communicator
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
@@ -278,7 +278,7 @@ def _replicated(
     layer, plan = _make_layer(context, shape, options, options.spare_slots), shape.plan(context.num_ranks)
     with closing(layer.comm):
         weights, seed = _draw_weights(layer), context.num_ranks + context.rank
-        earlier = make_problem(plan.max_tokens_per_rank, problem.weights, shape.top_k, options.max_vio, seed)
+        earlier = make_problem(EARLIER_TOKENS, problem.weights, shape.top_k, options.max_vio, seed)
         chosen = _chosen_by_all(ranks, earlier, shape.top_k)
         placement = planned(chosen, shape.num_experts, context.num_ranks, options.spare_slots)
         del earlier
