@@ -24,7 +24,7 @@ LOADED = re.compile(r"<(?!a\b)[^>]*?\s(?:data|href|poster|src|srcset)=[\"']?((?:
 LOADED_BY_STYLE = re.compile(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')\s]+)")
 SIGNATURE = re.compile(r'<div class="[^"]*doc-signature[^"]*">.*?</code></pre>', re.DOTALL)
 OTHERS = {"Any", "Callable", "Collection", "DeviceMesh", "DistributedDataParallel", "Iterable", "Iterator", "Literal"}
-OTHERS |= {"Mapping", "NoReturn", "Sequence", "T"}
+OTHERS |= {"Mapping", "NoReturn", "Optimizer", "Sequence", "T"}
 """Names that signatures have from Python and from torch, or that stand for any type."""
 
 
