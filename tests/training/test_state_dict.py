@@ -175,6 +175,8 @@ def test_which_experts_a_rank_keeps(context: RankContext) -> None:
         assert not value.requires_grad
         sharded = name.endswith((".w1", ".w2", ".w1_bias", ".w2_bias"))
         assert value.shape[0:1] == ((NUM_EXPERTS,) if sharded else model.state_dict()[name].shape[0:1])
+        has_mesh = hasattr(model.state_dict()[name], "device_mesh")
+        assert has_mesh == (sharded and layer.experts.mesh is not None), "torch's checkpoints save what lies here"
         kept = local_part(part[name])
         assert torch.equal(kept.cpu(), value[own] if sharded else value)
         assert kept.untyped_storage().nbytes() == kept.nbytes, "all ranks' experts stay in memory"
