@@ -232,7 +232,7 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
 
 @on_ranks
 @each_backend
-@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")  # each once in a process
 def test_tensors_without_memory_of_their_own(context: RankContext, backend: str) -> None:
     """A DTensor, say, passed all checks, and failed where the communicator breaks, or gave kernels address 0."""
     plan, x, ids, weights = arguments(context)
