@@ -108,11 +108,7 @@ def placed(plan: Plan, topk_ids: Sequence[torch.Tensor], placement: Placement | 
     """
     if placement is None:
         return Routing(None, plan, topk_ids)
-    slots = [
-        [rank * placement.slots_per_rank + slot for rank, slot in placement.slots_of(expert)]
-        for expert in range(placement.num_experts)
-    ]
-    slot_ids = []
+    slots, slot_ids = placement.slot_ids(), []
     for rank, ids in enumerate(topk_ids):
         table = SlotTable(plan.num_experts, sum(map(len, slots)), rank, torch.device("cpu"))
         table.write(slots)

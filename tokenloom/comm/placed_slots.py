@@ -53,13 +53,7 @@ class PlacedSlots:
         return self._experts_of_replays if captured else self._experts
 
     def _write(self) -> None:
-        placement, masked = self.placement, self._masked
-        self._table.write(
-            [
-                [rank * placement.slots_per_rank + slot for rank, slot in placement.slots_of(e) if rank not in masked]
-                for e in range(placement.num_experts)
-            ]
-        )
+        self._table.write(self.placement.slot_ids(without=self._masked))
 
     def placed(self, tokens: Tokens, stream: int | None) -> Tokens:
         """Return the same tokens with slots for ids, which are found on the current stream."""

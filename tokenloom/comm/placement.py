@@ -106,6 +106,15 @@ class Placement:
             raise InvalidArgument(f"expert is {expert}, expected 0..{self.num_experts - 1}")
         return self.__dict__["_slots"][expert]
 
+    def slot_ids(self, without: Collection[int] = ()) -> list[list[int]]:
+        """List the slots of each expert as backends number them, rank * slots_per_rank + slot, ascending.
+
+        Args:
+            without: ranks whose slots are left out.
+        """
+        slots: tuple[tuple[tuple[int, int], ...], ...] = self.__dict__["_slots"]
+        return [[rank * self.slots_per_rank + slot for rank, slot in its if rank not in without] for its in slots]
+
     def experts_of(self, rank: int) -> tuple[int, ...]:
         """Return the expert in each slot of a rank, -1 for an empty one."""
         return self._rows[rank]
