@@ -97,6 +97,7 @@ def measure_dispatches(context: RankContext, tokens: list[int]) -> list[Row]:
         for layout in ("rank", "expert"):
             for to_fp8 in (False, True):
                 options: dict[str, Any] = {"layout": layout, "to_fp8": to_fp8, "sizes": "bounded"}
+                options |= {"capacity": count * TOP_K * context.num_ranks} if layout == "expert" else {}
                 calls: dict[str, Callable[[], Any]] = {
                     name: partial(comm.dispatch, x, ids, weights, **options) for name, comm in comms.items()
                 }

@@ -283,19 +283,34 @@ def mark_what_shows_nothing_new(items: list[pytest.Item]) -> None:
             item.add_marker("full")
     tests: dict[tuple[Any, ...], list[pytest.Item]] = {}
     for item in items:
-        left = item.get_closest_marker("gpu") is not None or item.get_closest_marker("soak") is not None
-        if hasattr(item, "callspec") and not left:
-            tests.setdefault((item.path, item.cls, item.originalname), []).append(item)  # type: ignore[attr-defined]
+        on_gpus = item.get_closest_marker("gpu") is not None
+        if hasattr(item, "callspec") and item.get_closest_marker("soak") is None:
+            test = (item.path, item.cls, item.originalname, on_gpus)  # type: ignore[attr-defined]
+            tests.setdefault(test, []).append(item)
 
-    def values(item: pytest.Item) -> list[tuple[str, str]]:
-        return [(name, repr(value)) for name, value in item.callspec.params.items()]  # type: ignore[attr-defined]
+    def values(item: pytest.Item) -> list[tuple[Any, ...]]:
+        given: dict[str, Any] = item.callspec.params  # type: ignore[attr-defined]
+        shown: list[tuple[Any, ...]] = [(name, repr(value)) for name, value in given.items()]
+        if item.get_closest_marker("gpu") is None:
+            return shown
+        alone = group_size(item) in (None, 1)  # a rank alone has no peers, so it shows nothing of what several do
+        return shown + [(*each, alone) for each in shown]
 
-    for own in tests.values():
+    for (*_, on_gpus), own in tests.items():
         if any(item.get_closest_marker("full") is not None for item in own):
             continue
-        quick = [item for item in own if item.get_closest_marker("slow") is None]
+        quick = [] if on_gpus else [item for item in own if item.get_closest_marker("slow") is None]
         for item in left_out(own, values, quick, TIMES):
             item.add_marker("full")
+
+
+def group_size(item: pytest.Item) -> int | None:
+    """Ranks of the group that a test runs on, None where it has no group."""
+    given: dict[str, Any] = item.callspec.params  # type: ignore[attr-defined]
+    for group in ("ranks", "group", "pool"):
+        if group in given:
+            return int(given[group][1])
+    return given.get("hoppers")
 
 
 def leave_out_what_cannot_be(config: pytest.Config, items: list[pytest.Item]) -> None:

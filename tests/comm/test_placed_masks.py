@@ -103,8 +103,6 @@ def test_placed_anew_without_a_rank(context: RankContext) -> None:
 @on_ranks("group")
 def test_back_again(context: RankContext) -> None:
     """A rank that comes back has its slots by the table."""
-    if isinstance(backend_of(context), str) and context.device.type == "cuda":
-        pytest.skip("communicators on GPUs come back in test_nvlink_masks.py")
     problem = make_problem(CASE, context.num_ranks)
     placement = twice(problem.plan)
     comm = make_comm(context, backend_of(context), problem.plan, placement=placement)

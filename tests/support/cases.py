@@ -334,7 +334,7 @@ def expert_rows(problem: Problem, routed: Sequence[reference.Routed], dtype: tor
 
 def same_bytes(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     """Same dtype, shape and bytes, NaNs included: for data that is only moved."""
-    got, want = got.detach().cpu(), want.detach()
+    got, want = got.detach().cpu(), want.detach().cpu()
     assert got.dtype == want.dtype, f"{what}: {got.dtype}, expected {want.dtype}"
     assert got.shape == want.shape, f"{what}: {list(got.shape)}, expected {list(want.shape)}"
     if got.numel() == 0:
@@ -345,7 +345,7 @@ def same_bytes(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 
 def same_bits(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     """Same dtype, shape and bits, except that any NaN equals any NaN: for results of arithmetic."""
-    got, want = got.detach().cpu(), want.detach()
+    got, want = got.detach().cpu(), want.detach().cpu()
     assert got.shape == want.shape, f"{what}: {list(got.shape)}, expected {list(want.shape)}"
     nan = want.isnan()
     assert torch.equal(got.isnan(), nan), f"{what}: NaN at {got.isnan().nonzero()}, expected at {nan.nonzero()}"
