@@ -52,7 +52,6 @@ class FusedLayerCalls:
         self._barrier = launcher.new_kernel(BarrierVariant(plan=plan))
         self._dispatch = CallKind({"call": "dispatch", NUMBER: 0})
         self._meeting = CallKind({"call": "MegaMoE", NUMBER: 0})
-        self._barrier.overlaps_previous = True
         opening = self._barrier.opening
         self.deadline = Deadline(opening.fault, opening.fault_claimed, opening.timeout_ns)
 
@@ -91,7 +90,8 @@ class FusedLayerCalls:
         found = self._senders.get(packing)
         if found is None:
             found = self._senders[packing] = self._launcher.new_kernel(replace(self._loading, packing=packing))
-            found.overlaps_previous = packing is None  # it begins beside the kernel that packs
+            # It waits for the kernel that packs only when it sends. One that packs itself reads tokens at once.
+            found.overlaps_previous = packing is None
             found.opening.trace = self._send_trace
             self._tell(found, self._told)
         return found

@@ -140,10 +140,13 @@ class Launcher:
     def new_kernel(self, variant: Variant) -> OpeningKernel:
         """A kernel with arguments of its own, in which everything about the opening is filled in that never changes.
 
+        It begins while the one before it on the stream ends, for which it waits itself before all else.
+
         Raises:
             InvalidArgument: a CUDA graph is captured, and this is the first use of the variant.
         """
         made = OpeningKernel(variant, self.ranks.device.index)
+        made.overlaps_previous = True
         opening = made.opening
         opening.peers = self.control.peers.data_ptr()
         opening.flags = self.control.layout.offset("flags")

@@ -1,6 +1,6 @@
 // Kernels that follow each other on a stream, the later of which may begin before the earlier has ended.
 //
-// The host allows it (Kernel.early), and the earlier kernel says when. Without the host both do nothing.
+// The host allows it (Kernel.overlaps_previous), and the earlier kernel says when. Without the host both do nothing.
 #pragma once
 #include "device/ptx/types.cuh"
 

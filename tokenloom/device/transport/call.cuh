@@ -11,6 +11,7 @@
 // seen all flags of n + 2, so everyone has received call n. The same holds for regions that take turns by four, which a
 // rank therefore writes without waiting for anybody.
 #pragma once
+#include "device/ptx/grid.cuh"
 #include "device/transport/peer.cuh"
 
 constexpr int kHeaderWords = 4;  // status, region, hash of the options
@@ -63,7 +64,8 @@ struct Turn {
     __device__ __forceinline__ bool leaves_out(int rank) const { return (masked >> rank & 1) != 0; }
 };
 
-// The epoch is never 0, which flags show that nobody has raised; 4 instead, since turns go on.
+// The epoch is never 0, which flags show that nobody has raised; 4 instead, since turns go on. A kernel that may begin
+// before the one before it has ended waits for that first: then its rank has let go of what it received before.
 template <int kPart = kWhole>
 __device__ __forceinline__ Turn turn_of(const Call& call) {
     const uint32* found = kPart == kReceive ? call.half_epoch : call.epoch;

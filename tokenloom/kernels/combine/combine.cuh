@@ -141,6 +141,7 @@ __device__ bool combine_rows(const CombineArgs& args, Turn turn) {
 
 template <class Shape>
 __device__ void combine(const CombineArgs& args) {
+    wait_for_earlier_kernels();
     const Turn turn = turn_of<Shape::part>(args.call);
     const bool done = combine_rows<Shape>(args, turn);
     close_call<Shape::part>(args.call, turn, done, [&] {

@@ -298,6 +298,7 @@ __device__ bool combine_network_rows(const CombineNetworkArgs& args, Turn turn) 
 template <class Shape>
 __device__ void combine_network(const CombineNetworkArgs& args) {
     constexpr int64 kRowBytes = CombineRows<Shape>::kOutBytes;
+    wait_for_earlier_kernels();
     const Turn turn = turn_of<Shape::part>(args.call);
     const bool done = combine_network_rows<Shape>(args, turn);
     close_call<Shape::part>(args.call, turn, done, [&] {

@@ -42,6 +42,7 @@ __device__ void pre_reduce(const CombineArgs& args) {
     using Stream = typename CombineRows<Shape>::Push;
     static_assert(sizeof(typename Stream::Shared) * Shape::push_warps <= Shape::shared_bytes, "launch.py gives this");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    wait_for_earlier_kernels();
     Stream stream(reinterpret_cast<typename Stream::Shared*>(memory)[warp], lane);
     StridedRows<Shape> rows{static_cast<int64>(warp) * gridDim.x + blockIdx.x};
     push_all<Shape>(args, rows, stream, lane, [](const auto&) {}, [](const auto&) {});

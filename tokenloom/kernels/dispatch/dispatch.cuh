@@ -138,6 +138,7 @@ __device__ bool receive_rows(const DispatchArgs& args, Turn turn) {
 
 template <class Shape>
 __device__ void dispatch(const DispatchArgs& args) {
+    wait_for_earlier_kernels();
     const Turn turn = turn_of<Shape::part>(args.call);
     bool done;
     if constexpr (Shape::part == kReceive) done = receive_rows<Shape>(args, turn);

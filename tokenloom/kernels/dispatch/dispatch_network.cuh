@@ -119,6 +119,7 @@ __device__ bool dispatch_network_rows(const DispatchNetworkArgs& args, Turn turn
 
 template <class Shape>
 __device__ void dispatch_network(const DispatchNetworkArgs& args) {
+    wait_for_earlier_kernels();
     const Turn turn = turn_of<Shape::part>(args.call);
     const bool done = dispatch_network_rows<Shape>(args, turn);
     close_call<Shape::part>(args.call, turn, done, [&] {

@@ -121,6 +121,7 @@ __device__ bool dispatch_staged_rows(const DispatchArgs& args, Turn turn) {
 
 template <class Shape>
 __device__ void dispatch_staged(const DispatchArgs& args) {
+    wait_for_earlier_kernels();
     const Turn turn = turn_of<Shape::part>(args.call);
     const bool done = dispatch_staged_rows<Shape>(args, turn);
     close_call<Shape::part>(args.call, turn, done, [&] {

@@ -4,7 +4,7 @@
 // Each block takes as many routes as it has threads. It counts the routes before them by itself: ids are few bytes, and
 // blocks that told each other would wait longer. Experts with one slot are not counted.
 #pragma once
-#include "device/ptx/types.cuh"
+#include "device/ptx/grid.cuh"
 #include "device/tile/routes.cuh"
 
 struct SlotsOfRoutesArgs {
@@ -20,7 +20,7 @@ struct SlotsOfRoutesArgs {
 // Adds the routes before `end` to the counts of experts that have several slots.
 template <class Shape, class Id>
 __device__ void count_routes_before(const Id* ids, int64 end, const int32* starts, int32* counts) {
-    constexpr int kAtOnce = 8;  // loads that are on their way together
+    constexpr int kAtOnce = 16;  // loads that are on their way together
     for (int64 i = threadIdx.x; i < end; i += kAtOnce * Shape::threads) {
         Id id[kAtOnce];
 #pragma unroll
@@ -38,18 +38,28 @@ __device__ void slots_of_routes(const SlotsOfRoutesArgs& args) {
     __shared__ int32 starts[Shape::num_experts + 1];
     __shared__ int32 counts[Shape::num_experts];
     const int64 first = static_cast<int64>(blockIdx.x) * Shape::threads, route = first + threadIdx.x;
-    for (int e = threadIdx.x; e <= Shape::num_experts; e += Shape::threads) starts[e] = args.starts[e];
-    for (int e = threadIdx.x; e < Shape::num_experts; e += Shape::threads) counts[e] = 0;
-    __syncthreads();
+    let_next_kernel_begin();  // a dispatch, which waits for this one
+    const int32 expert =
+        route < args.routes ? expert_of<Shape::num_experts>(args.topk_ids, args.ids_are_int64, route) : -1;
+    bool any_replicas = false;
+    for (int e = threadIdx.x; e < Shape::num_experts; e += Shape::threads) {
+        const int32 begin = args.starts[e], end = args.starts[e + 1];
+        starts[e] = begin, counts[e] = 0;
+        if (e == Shape::num_experts - 1) starts[e + 1] = end;
+        any_replicas = any_replicas || end - begin > 1;
+    }
+    any_replicas = __syncthreads_or(any_replicas);
+    const int32 begin = expert >= 0 ? starts[expert] : 0;
+    const int32 replicas = expert >= 0 ? starts[expert + 1] - begin : 0;
+    if (!any_replicas) {
+        if (route < args.routes) args.slot_ids[route] = replicas > 0 ? args.slots[begin] : -1;
+        return;
+    }
     if (args.ids_are_int64)
         count_routes_before<Shape>(static_cast<const int64*>(args.topk_ids), first, starts, counts);
     else count_routes_before<Shape>(static_cast<const int32*>(args.topk_ids), first, starts, counts);
-    const int32 expert =
-        route < args.routes ? expert_of<Shape::num_experts>(args.topk_ids, args.ids_are_int64, route) : -1;
-    const int32 begin = expert >= 0 ? starts[expert] : 0;
-    const int32 replicas = expert >= 0 ? starts[expert + 1] - begin : 0;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const uint32 same = __match_any_sync(~0u, expert);
+    const uint32 same = __match_any_sync(~0u, replicas > 1 ? expert : -1);  // faster, the fewer there are to tell apart
     const int32 earlier = __popc(same & ((1u << lane) - 1));
     int32 index = earlier;
     // Warps take turns, since their order is that of the routes.
