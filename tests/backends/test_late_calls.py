@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tokenloom as tl
-from tokenloom.backends.peers.late_ranks import LateRanks, require_no_capture
+from tokenloom.backends.peers.late_ranks import LateRanks
 from tokenloom.errors import InvalidArgument, PeerTimeout
 
 RESULT = "what the call gives"
@@ -67,28 +67,41 @@ class Maker:
 
     Attributes:
         meetings: what each meeting does; by default nothing.
+        replays: what each check of replays does, likewise.
+        keeps: whether memory is kept.
     """
+
+    keeps = True
 
     def __init__(self, others: Others) -> None:
         self._others = others
         self.meetings: list[Callable[[], None]] = []
+        self.replays: list[Callable[[], None]] = []
         self.dispatcher: Any = SimpleNamespace(shared=SimpleNamespace(overflow=None))
         self.combiner: Any = None
         fault = SimpleNamespace(give_up=lambda peers, cause: others.happened.append("give up"))
         outcomes = SimpleNamespace(known_losses=0, fault=fault)
         control = SimpleNamespace(ended_ranks=lambda: [0, 2])
         self.launcher: Any = SimpleNamespace(
-            outcomes=outcomes, control=control, masked=frozenset({2}), agree=self._agree
-        )
+            outcomes=outcomes, control=control, masked=frozenset({2}), agree=self._agree, check=self._check,
+            has_graphs=True,
+        )  # fmt: skip
 
     def _agree(self, fields: object) -> None:
         self._others.happened.append("meet")
         if self.meetings:
             self.meetings.pop(0)()
 
-    def remake(self) -> None:
+    def _check(self, wait: str) -> None:
+        assert wait == "everything"
+        self._others.happened.append("check")
+        if self.replays:
+            self.replays.pop(0)()
+
+    def remake(self) -> bool:
         self._others.happened.append("remake")
         self.launcher.outcomes.known_losses = self._others.num_losses
+        return self.keeps
 
 
 @pytest.fixture
@@ -264,8 +277,44 @@ def test_an_overflow_in_vain(others: Others, maker: Maker, late: LateRanks) -> N
     assert maker.dispatcher.shared.overflow is earlier
 
 
-def test_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(InvalidArgument, match="CUDA graph cannot do; use on_timeout='raise'"):
-        require_no_capture()
+# -- replays of graphs --------------------------------------------------------------------------------------------
+
+
+def test_replays_that_are_well(late: LateRanks, others: Others) -> None:
+    """Nothing is settled, and nothing is said."""
+    late.check()
+    assert others.happened == ["check"]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_replays_in_vain(others: Others, maker: Maker, late: LateRanks, keeps: bool) -> None:
+    """All ranks replay again, once they go on without the rank; in new memory they capture again. It is said once."""
+    maker.keeps, maker.replays, others.losses = keeps, [raising(EXPIRED)], [frozenset({0})]
+    again = "replay again" if keeps else "memory was made anew, so capture again"
+    with pytest.raises(tl.PeerError, match=rf"\[0\] are masked; replays since .* are void: .*{again}") as error:
+        late.check()
+    assert error.value.rank == 0
+    assert others.happened == ["check", "lose [0]", "give up", "ended/0", "remake", "check"]
+    late.check()
+
+
+def test_a_loss_that_a_call_has_found(others: Others, late: LateRanks) -> None:
+    """Replays before the call may have been in vain on some rank, so the check behind it says so, on all ranks."""
+    others.num_losses, others.masked = 1, frozenset({0})
+    assert late.call(Call(others)) == RESULT
+    with pytest.raises(tl.PeerError, match="replay again"):
+        late.check()
+
+
+def test_a_loss_without_graphs(others: Others, maker: Maker, late: LateRanks) -> None:
+    """There is nothing to replay again: the calls that the rank was lost in have been made again."""
+    others.num_losses, others.masked, maker.launcher.has_graphs = 1, frozenset({0}), False
+    late.check()
+    assert others.happened == ["give up", "ended/0", "remake", "check"]
+
+
+def test_replays_that_expire_without_a_reason(others: Others, maker: Maker, late: LateRanks) -> None:
+    """Not for ever."""
+    maker.replays = [raising(EXPIRED)] * 9
+    with pytest.raises(PeerTimeout, match="all ranks are there, but calls have expired 4 times"):
+        late.check()

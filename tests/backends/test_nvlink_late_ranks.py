@@ -27,7 +27,7 @@ from tokenloom import reference
 from tokenloom.backends.peers.handle import PeerHandle
 from tokenloom.backends.peers.opening import Launcher
 from tokenloom.errors import InvalidArgument
-from tokenloom.plan import Plan
+from tokenloom.plan import ROUTE_LAYOUTS, Plan
 from tokenloom.runtime import membership
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
@@ -314,6 +314,54 @@ def test_death_anywhere(several: Ranks, seed: int) -> None:
     assert len(left) == num_ranks - len(killed)
     assert all(history == left[0] for history in left), "ranks differ in the call that was hit"
     assert left[0][-1] == sorted(killed)
+
+
+# -- replays of graphs, which no host waits for -----------------------------------------------------------------
+
+
+@on_ranks("several")
+@ONLY_EMULATED
+@each_layout
+@torch.no_grad()
+def test_death_before_a_replay(context: RankContext, layout: str) -> None:
+    """What waits for the rank gives NaN, and the check says so. The graph goes on without it, beside eager calls."""
+    from tests.support.emulator.graphs import capture
+
+    comm, problem = make(context)
+    options = options_of(problem, layout)
+    if layout == "expert":
+        options["capacity"] = 64
+    given, weighted = problem.arguments(context), False if layout in ROUTE_LAYOUTS else None
+
+    def step() -> tuple[tl.Routed, torch.Tensor]:
+        routed = comm.dispatch(*given, **options, sizes="bounded")
+        return routed, comm.combine(routed.tokens, routed, weighted=weighted)
+
+    for _ in range(2):
+        step()
+    with capture() as graph:
+        routed, out = step()
+    for gone in range(context.num_ranks - 1):
+        masked = list(range(gone))
+        rest = without(problem, masked)
+        want = rest.dispatched(**options)
+        for _ in range(3):
+            graph.replay()
+            comm.check()
+            assert routed.num_rows.tolist() == want[context.rank].num_rows  # type: ignore[union-attr]
+            rows = [each.tokens for each in want]
+            sums = reference.combine(problem.plan, rows, want, rest.topk_ids, None)[context.rank]
+            same_bits(out, sums, f"{layout} without {masked}")
+        if context.rank == gone:
+            end(context)
+        graph.replay()
+        with pytest.raises(tl.PeerError, match=rf"\[{gone}\] are masked; replays .* void: replay again"):
+            comm.check()
+        assert out.isnan().all()
+        assert comm.masked_ranks() == [*masked, gone]
+        if gone == 0:
+            graph.replay()
+            pair(context, comm, problem, [0], layout)
 
 
 # -- ranks that are late ----------------------------------------------------------------------------------------

@@ -66,7 +66,8 @@ class Communicator:
         on_timeout: what happens to a rank that another one waits for. "raise": the wait ends with PeerTimeout, and
             with it the communicator. "mask" ("nvlink", and the others over gloo): a rank that does not come
             within ``timeout_s``, or whose process ends, is masked by all others alike. The call goes on without it and
-            loses just the routes to it. ``timeout_s`` then counts from the opening of a call as well.
+            loses just the routes to it. ``timeout_s`` then counts from the opening of a call as well. Replays of CUDA
+            graphs are made again by you: ``check`` says so.
         transport: what carries rows between nodes. "auto" picks the best that works on all ranks, "collective" is
             torch.distributed. "gin" is NCCL's network that GPUs start transfers of by themselves; it has run on
             no network yet, so "auto" does not take it. "nvlink" wants all ranks on one node, within reach of each
@@ -651,7 +652,8 @@ class Communicator:
 
         Raises:
             CapacityOverflow: a bounded dispatch dropped rows (raised once).
-            PeerError, PlanMismatch, PeerTimeout: an earlier call failed.
+            PeerError, PlanMismatch, PeerTimeout: an earlier call failed. With ``on_timeout="mask"``, PeerError: ranks
+                were masked, and CUDA graphs may have been replayed in vain; all ranks replay again.
             CommunicatorBroken: closed, or an earlier call timed out.
         """
         self.engine.check("everything")

@@ -211,8 +211,10 @@ class Engine:
         """
         self.ranks.require_alive()
         with on_device(self.ranks.device):
-            self._backend.check(wait)
-            self._follow_masks()
+            try:
+                self._backend.check(wait)
+            finally:
+                self._follow_masks()
 
     def sequence(self, *upcoming: Upcoming) -> Sequence:
         """Declare the calls that all ranks are about to open, in their order, and make them inside.

@@ -87,6 +87,13 @@ class FaultFlag:
                 self.claimed.copy_(self._one, non_blocking=True)  # by a copy engine, beside the kernels that wait
                 self._stream.synchronize()
 
+    def clear(self) -> None:
+        """Let waits of later kernels take their time again. No kernel runs."""
+        self._host_fault = None
+        for word in range(FAULT_WORDS):
+            self._words[word] = 0
+        self.claimed.zero_()
+
     def is_set(self) -> bool:
         """Whether a kernel has recorded a fault, or the host."""
         return self._words[0] != 0 or self._host_fault is not None

@@ -6,6 +6,7 @@ how the host learns what went wrong in outcomes.py, and what lies where in buffe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -54,6 +55,8 @@ T = TypeVar("T")
 
 ALONE = 2
 """Times as many SMs for a combine beside which nothing is computed, of at most half: NCCL, too, waits for SMs."""
+CLOSING_S = 0.1
+"""How long the driver may take to end the kernels of a process that has ended."""
 NUMBER_BITS = 40
 """Bits of a call number that count calls since ranks last came back."""
 CAPABILITIES = Capabilities(
@@ -120,7 +123,8 @@ class NvlinkBackend:
         self._buffers = Buffers(plan, self._launcher)
         self._launcher.keep_with_graphs.append(self._buffers)
         copies = Copies(plan, self._launcher, self._buffers)
-        self._dispatcher = Dispatcher(plan, self._launcher, self._buffers, copies, checked)
+        reads = checked and self._late is None  # else it reads outcomes, but not those of replays
+        self._dispatcher = Dispatcher(plan, self._launcher, self._buffers, copies, reads)
         self._launcher.keep_with_graphs.append(self._dispatcher)
         blocks_alone = max(num_sms, min(ALONE * num_sms, usable_sms(ranks.device.index) // 2))
         self._combiner = Combiner(self._dispatcher.shared, blocks_alone)
@@ -174,14 +178,24 @@ class NvlinkBackend:
     def combiner(self) -> Combiner:
         return self._combiner
 
-    def remake(self) -> None:
+    def remake(self) -> bool:
         """See :class:`tokenloom.backends.peers.late_ranks.Remakes`."""
-        before, overflow = self._launcher, self._dispatcher.shared.overflow
-        before.close(self._buffers.take_all())
-        numbers = self._ranks.all_gather_object(before.num_calls, PHASE)
-        first_call = max(number for number in numbers if number is not None)
-        self._make_memory(first_call, before.outcomes.known_losses)
-        self._dispatcher.shared.overflow = overflow
+        ranks, before, overflow = self._ranks, self._launcher, self._dispatcher.shared.overflow
+        known, losses, masked = before.outcomes.known_losses, ranks.num_losses, ranks.masked
+        before.await_work()
+        have_ended = masked - before.masked <= {*before.control.ended_ranks()}
+        if have_ended:
+            time.sleep(CLOSING_S)
+        told = ranks.all_gather_object([before.num_calls, before.epoch, have_ended], PHASE)
+        numbers, epochs, ended = zip(*(each for each in told if each is not None), strict=True)
+        losses, gone, is_kept = ranks.settle(f"kept/{known}", [losses, sorted(masked), all(ended)], PHASE)
+        if is_kept:
+            before.resume(max(numbers), epochs, losses, gone)
+        else:
+            before.close(self._buffers.take_all())
+            self._make_memory(max(numbers), known)
+            self._dispatcher.shared.overflow = overflow
+        return bool(is_kept)
 
     def fused_layer(self, num_shared_experts: int, recipe: str) -> FusedLayerCalls:
         """Serve one MegaMoE from now on, and nobody else."""
@@ -272,7 +286,7 @@ class NvlinkBackend:
             raise InvalidArgument("with on_timeout='mask', backend nvlink has dispatch and combine, and no more calls")
         self._ranks.served, self._checked = True, True
         self._late = LateRanks(self._ranks, self)
-        self.capabilities = replace(self.capabilities, reads_on_host=True, captures=False, overlaps_pieces=False)
+        self.capabilities = replace(self.capabilities, reads_on_host=True, overlaps_pieces=False)
 
     def _require_no_capture(self) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -285,7 +299,10 @@ class NvlinkBackend:
         if shared.overflow is not None:
             overflow, shared.overflow = shared.overflow, None
             raise overflow
-        self._launcher.check(wait)
+        if self._late is None:
+            self._launcher.check(wait)
+        elif wait == "everything":
+            self._late.check()
 
     def memory(self) -> list[str]:
         control = self._launcher.control.layout.total_bytes

@@ -6,11 +6,15 @@ result too. When a rank waits in vain, or hears that another one did, then all t
 1. settle who is lost, by notes in the store (runtime/membership.py), where a rank that is lost itself learns of it;
 2. settle how many calls have ended: as many as the rank with the most has met for. A rank that adopts a loss says its
    number, and counts no meeting any more;
-3. make new memory, since a rank that was late, and lives, may still write to the old one;
+3. make new memory, since a rank that was late, and lives, may still write to the old one; where all lost processes
+   have ended, they go on in the memory that they have;
 4. make the call again, unless it has ended: then each of them has its result.
 
 So a call takes place on all ranks that are left with the same ranks taking part, wherever one of them dies.
 docs/explanation/failures.md goes through the cases.
+
+No host waits for calls that a CUDA graph replays. ``check()`` does: it settles the same, and says that replays are to
+be made again. In memory that is kept, they then go without the lost ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from tokenloom.backends.peers.combine import Combiner
 from tokenloom.backends.peers.dispatch import Dispatcher
 from tokenloom.backends.peers.opening import Launched, Launcher
 from tokenloom.backends.seam import CombineKind, DispatchKind, DispatchOut, Sent, Tokens
-from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout, TokenloomError, is_known_to_all
+from tokenloom.errors import CommunicatorBroken, PeerError, PeerTimeout, TokenloomError, is_known_to_all
 from tokenloom.runtime.rank_group import RankGroup
 
 T = TypeVar("T")
@@ -48,8 +52,12 @@ class Remakes(Protocol):
     def combiner(self) -> Combiner:
         """Combiner on the current memory."""
 
-    def remake(self) -> None:
-        """Make new memory with the ranks that are left. Collective."""
+    def remake(self) -> bool:
+        """Make new memory with the ranks that are left, or keep the memory if nobody else writes to it. Collective.
+
+        Returns:
+            Whether it was kept.
+        """
 
 
 class _Made(Generic[T]):
@@ -84,6 +92,8 @@ class LateRanks:
     def __init__(self, ranks: RankGroup, maker: Remakes) -> None:
         self._ranks, self._maker = ranks, maker
         self._ended = self._settled = 0
+        self._said_of_replays: str | None = None
+        """What the next check says of replays before it, in which ranks may have been lost."""
 
     def call(self, make: Callable[[], T]) -> T:
         """Make a call; all ranks make the same one.
@@ -96,7 +106,6 @@ class LateRanks:
             CommunicatorBroken: the others have masked this rank.
             PeerTimeout: the store of the process group is gone, or everybody is there and calls expire all the same.
         """
-        require_no_capture()
         self._ranks.look(if_due=True)
         number, made, in_vain = self._ended + 1, None, 0
         overflow = self._maker.dispatcher.shared.overflow
@@ -118,15 +127,42 @@ class LateRanks:
         assert made is not None, "a call that has ended anywhere was made everywhere"
         return made.give()
 
-    def until_done(self, send: Callable[[], Sent[T]]) -> Launched[T]:
-        """Send and receive a call until it has ended on all ranks that are left."""
+    def until_done(self, send: Callable[[], Sent[T]]) -> Sent[T]:
+        """Send and receive a call until it has ended on all ranks that are left. In a capture it is only sent: no host
+        waits for replays.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return send()
 
         def make() -> T:
             result = send().receive()
-            self._maker.launcher.settle(0)
+            self._maker.dispatcher.shared.settle_checked(self._maker.launcher.num_calls - 1)
             return result
 
         return Launched((self.call(make),))
+
+    def check(self) -> None:
+        """Wait for replays of graphs, and raise what they left. All ranks call it.
+
+        Raises:
+            PeerError: ranks were lost since the last time, so all ranks make again what was replayed since then.
+        """
+        in_vain = 0
+        self._ranks.look()
+        while True:
+            if not self._is_stale():
+                try:
+                    self._maker.launcher.check("everything")
+                except PeerTimeout as timeout:
+                    if self._ranks.is_broken:
+                        raise
+                    in_vain = self._find_late(timeout, in_vain)
+                if not self._is_stale():
+                    break
+            self._go_on()
+        if self._said_of_replays is not None:
+            said, self._said_of_replays = self._said_of_replays, None
+            raise PeerError(min(self._ranks.masked), said)
 
     def begin_anew(self) -> None:
         """Ranks came back, which have counted nothing."""
@@ -176,7 +212,12 @@ class LateRanks:
         name = f"ended/{self._settled}"  # not of the losses: it is settled again if there was no room for new memory
         self._settled += 1
         self._has_ended(self._ranks.settle_losses(PHASE, name))
-        self._maker.remake()
+        replays, masked = self._maker.launcher.has_graphs, self._maker.launcher.masked
+        is_kept = self._maker.remake()
+        if replays:
+            lost = sorted(self._ranks.masked - masked)
+            again = "replay again" if is_kept else "since a rank lives, memory was made anew, so capture again"
+            self._said_of_replays = f"rank(s) {lost} are masked; replays since the last check() are void: {again}"
 
 
 class DispatchUntilDone:
@@ -217,13 +258,4 @@ class CombineUntilDone:
     ) -> Sent[torch.Tensor]:
         return self._late.until_done(
             lambda: self._maker.combiner.prepare(self._kind, handle.number).send(handle, rows, weights, out)
-        )
-
-
-def require_no_capture() -> None:
-    """Raise InvalidArgument while a CUDA graph is captured."""
-    if torch.cuda.is_current_stream_capturing():
-        raise InvalidArgument(
-            "with on_timeout='mask' the host waits for every call, which a CUDA graph cannot do; "
-            "use on_timeout='raise' and mask_ranks"
         )

@@ -339,6 +339,29 @@ class Launcher:
         self._last = self._stream_of(self._last_handle, self._last)
         self.masked = self.outcomes.masked = frozenset(ranks)
 
+    @property
+    def epoch(self) -> int:
+        """Number of the last call that has opened on this rank, in 32 bits. The host waits for it."""
+        return int(self._state[0].item()) % (1 << 32)
+
+    def resume(self, first_call: int, epochs: Sequence[int], known_losses: int, masked: Collection[int]) -> None:
+        """Go on in the same memory after calls that were in vain, once nothing runs on any rank.
+
+        Args:
+            first_call: as in the constructor.
+            epochs: of all ranks that are left. The last one counts: words that calls in vain have left are older then.
+            known_losses: how many losses calls know of.
+            masked: as in :meth:`leave_out`.
+        """
+        first = epochs[0]
+        last = max(epochs, key=lambda epoch: (epoch - first + (1 << 31)) % (1 << 32))
+        self._state[0].fill_(last - (last >> 31 << 32))
+        self._state[2:].zero_()
+        self.outcomes.begin_anew()
+        self.outcomes.known_losses, self.num_calls = known_losses, first_call
+        self.leave_out(masked)
+        synchronize(self.ranks.device)  # replays on other streams come next
+
     def require_known(self, dispatch: int) -> None:
         """Raise InvalidArgument for the number of a dispatch that ranks which came back know nothing of."""
         if dispatch < self.known_from:

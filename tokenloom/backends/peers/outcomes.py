@@ -97,6 +97,14 @@ class Outcomes:
         if len(calls) > 1 and calls[-2][0] > call[0]:  # the second half of an earlier call
             self._in_flight = deque(sorted(calls, key=itemgetter(0)))
 
+    def begin_anew(self) -> None:
+        """Forget calls in flight, and the wait that has expired. All kernels have ended."""
+        self._in_flight.clear()
+        self._heard = None
+        self.fault.clear()
+        for slot in range(CAPTURED_SLOT + 1):
+            self._records.take(slot)
+
     def settle_before(self, end: int, own_fault: bool = False) -> None:
         """Wait for all calls below a number, and raise what they found, on all ranks alike.
 

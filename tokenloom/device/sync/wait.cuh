@@ -14,7 +14,7 @@ struct FaultRecord {
 
 struct Deadline {
     FaultRecord* fault;    // pinned host memory
-    uint32* fault_claimed; // device memory: 0 until a wait of this rank expires or its host gives up, never reset
+    uint32* fault_claimed; // device memory: 0 until a wait of this rank expires or its host gives up
     uint64 timeout_ns;
 };
 
