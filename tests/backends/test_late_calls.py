@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import tokenloom as tl
+from tokenloom.backends.peers import opening
+from tokenloom.backends.peers.backend import NvlinkBackend
 from tokenloom.backends.peers.late_ranks import LateRanks
 from tokenloom.errors import InvalidArgument, PeerTimeout
 
@@ -28,7 +30,7 @@ class Others:
     """
 
     is_broken = False
-    num_ranks = 3
+    rank, num_ranks = 1, 3
 
     def __init__(self) -> None:
         self.num_losses, self.masked = 0, frozenset[int]()
@@ -83,8 +85,7 @@ class Maker:
         outcomes = SimpleNamespace(known_losses=0, fault=fault)
         control = SimpleNamespace(ended_ranks=lambda: [0, 2])
         self.launcher: Any = SimpleNamespace(
-            outcomes=outcomes, control=control, masked=frozenset({2}), agree=self._agree, check=self._check,
-            has_graphs=True,
+            outcomes=outcomes, control=control, masked=frozenset({2}), agree=self._agree, check=self._check
         )  # fmt: skip
 
     def _agree(self, fields: object) -> None:
@@ -281,40 +282,119 @@ def test_an_overflow_in_vain(others: Others, maker: Maker, late: LateRanks) -> N
 
 
 def test_replays_that_are_well(late: LateRanks, others: Others) -> None:
-    """Nothing is settled, and nothing is said."""
+    """All ranks hear so of each other. What replays found besides is raised on all of them."""
     late.check()
-    assert others.happened == ["check"]
+    assert others.happened == ["check", "meet"]
+    assert others.said == 1
+
+
+def test_replays_with_an_error(late: LateRanks, maker: Maker, others: Others) -> None:
+    """Of all ranks alike: they meet behind it, and nobody replays again."""
+    maker.replays = [raising(tl.CapacityOverflow(7, 6, sent=True))]
+    with pytest.raises(tl.CapacityOverflow):
+        late.check()
+    assert others.happened == ["check", "meet"]
+    assert others.said == 1
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_replays_in_vain(others: Others, maker: Maker, late: LateRanks, keeps: bool) -> None:
-    """All ranks replay again, once they go on without the rank; in new memory they capture again. It is said once."""
-    maker.keeps, maker.replays, others.losses = keeps, [raising(EXPIRED)], [frozenset({0})]
+@pytest.mark.parametrize("where", ["replays", "meetings"])
+def test_replays_in_vain(others: Others, maker: Maker, late: LateRanks, where: str, keeps: bool) -> None:
+    """Here or elsewhere: all ranks replay again, without the rank. In new memory they capture again."""
+    maker.keeps, others.losses, others.said = keeps, [frozenset({0})], 0
+    getattr(maker, where).append(raising(EXPIRED))
     again = "replay again" if keeps else "memory was made anew, so capture again"
-    with pytest.raises(tl.PeerError, match=rf"\[0\] are masked; replays since .* are void: .*{again}") as error:
+    with pytest.raises(tl.PeerError, match=rf"\[0\] are masked by now, and replays are void: .*{again}") as error:
         late.check()
     assert error.value.rank == 0
-    assert others.happened == ["check", "lose [0]", "give up", "ended/0", "remake", "check"]
+    met = ["meet"] * (where == "meetings")
+    assert others.happened == ["check", *met, "lose [0]", "give up", "ended/0", "remake"]
     late.check()
+    assert others.said == 1
 
 
-def test_a_loss_that_a_call_has_found(others: Others, late: LateRanks) -> None:
-    """Replays before the call may have been in vain on some rank, so the check behind it says so, on all ranks."""
-    others.num_losses, others.masked = 1, frozenset({0})
-    assert late.call(Call(others)) == RESULT
-    with pytest.raises(tl.PeerError, match="replay again"):
+def test_replays_that_another_rank_knows_to_be_well(others: Others, maker: Maker, late: LateRanks) -> None:
+    """It heard of all ranks before one died, and has gone on. So nothing is to be made again here."""
+    maker.meetings, others.losses, others.ended = [raising(EXPIRED)], [frozenset({0})], [1]
+    late.check()
+    assert others.happened == ["check", "meet", "lose [0]", "give up", "ended/0", "remake"]
+
+
+def test_replays_after_a_loss(others: Others, late: LateRanks) -> None:
+    """The others wait to go on without the rank, and have told of it before this one met anybody."""
+    others.num_losses, others.masked = 1, frozenset({0, 2})
+    with pytest.raises(tl.PeerError, match=r"rank 0.*rank\(s\) \[0\] are masked by now"):
         late.check()
-
-
-def test_a_loss_without_graphs(others: Others, maker: Maker, late: LateRanks) -> None:
-    """There is nothing to replay again: the calls that the rank was lost in have been made again."""
-    others.num_losses, others.masked, maker.launcher.has_graphs = 1, frozenset({0}), False
-    late.check()
-    assert others.happened == ["give up", "ended/0", "remake", "check"]
+    assert others.happened == ["give up", "ended/0", "remake"]
 
 
 def test_replays_that_expire_without_a_reason(others: Others, maker: Maker, late: LateRanks) -> None:
-    """Not for ever."""
-    maker.replays = [raising(EXPIRED)] * 9
-    with pytest.raises(PeerTimeout, match="all ranks are there, but calls have expired 4 times"):
+    """They are made again too, and nobody is named."""
+    maker.replays = [raising(EXPIRED)]
+    with pytest.raises(tl.PeerError, match="a wait has expired, and replays are void: replay again"):
         late.check()
+
+
+def test_replays_of_a_group_that_is_broken(others: Others, maker: Maker, late: LateRanks) -> None:
+    """Nothing can be settled."""
+    others.is_broken, maker.replays = True, [raising(EXPIRED)]
+    with pytest.raises(PeerTimeout):
+        late.check()
+
+
+# -- memory behind a loss -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ended", [([0], True), ([], True), ([0], False)], ids=["ended", "lives", "lives for another"])
+def test_memory_that_is_kept(ended: tuple[list[int], bool]) -> None:
+    """Where all ranks know that the processes of the lost ones have ended, and once nothing runs any more."""
+    here, elsewhere = ended
+    happened: list[Any] = []
+
+    def gather(own: list[Any], phase: str) -> list[Any]:
+        happened.append("gather")
+        return [own, [9, 40, elsewhere], None]  # of the rank that is lost there is none
+
+    ranks = SimpleNamespace(
+        num_losses=2, masked=frozenset({0, 2}), all_gather_object=gather, settle=lambda name, value, phase: value
+    )
+    launcher = SimpleNamespace(
+        outcomes=SimpleNamespace(known_losses=1),
+        masked=frozenset({2}),
+        num_calls=7,
+        epoch=41,
+        await_work=lambda: happened.append("idle"),
+        control=SimpleNamespace(ended_ranks=lambda: here),
+        resume=lambda *given: happened.append(given),
+        close=lambda buffers: happened.append("close"),
+    )
+    backend: Any = SimpleNamespace(
+        _ranks=ranks,
+        _launcher=launcher,
+        _buffers=SimpleNamespace(take_all=list),
+        _make_memory=lambda *given: happened.append(given),
+        _dispatcher=SimpleNamespace(shared=SimpleNamespace(overflow=None)),
+    )
+    kept = bool(here) and elsewhere
+    assert NvlinkBackend.remake(backend) is kept
+    assert happened == ["idle", "gather", *([(9, (41, 40), 2, [0, 2])] if kept else ["close", (9, 1)])]
+
+
+@pytest.mark.parametrize(("epochs", "last"), [((5, 7), 7), ((2**32 - 2, 4), 4), ((2**31 + 1, 2**31), 2**31 + 1)])
+def test_numbers_in_kept_memory(epochs: tuple[int, int], last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go on from the largest one, which may have wrapped; counts of blocks and claims begin anew."""
+    monkeypatch.setattr(opening, "synchronize", lambda device: None)
+    happened: list[object] = []
+    outcomes = SimpleNamespace(begin_anew=lambda: happened.append("anew"), known_losses=0)
+    launcher: Any = SimpleNamespace(
+        _state=torch.tensor([3, 4, 5, 6, 7], dtype=torch.int32, device="cpu"),
+        outcomes=outcomes,
+        num_calls=1,
+        leave_out=happened.append,
+        ranks=SimpleNamespace(device=None),
+    )
+    opening.Launcher.resume(launcher, 9, epochs, 2, [0])
+    assert launcher._state[0].item() % (1 << 32) == last
+    assert launcher._state[2:].tolist() == [0, 0, 0]
+    assert (outcomes.known_losses, launcher.num_calls) == (2, 9)
+    assert happened == ["anew", [0]]

@@ -13,8 +13,9 @@ result too. When a rank waits in vain, or hears that another one did, then all t
 So a call takes place on all ranks that are left with the same ranks taking part, wherever one of them dies.
 docs/explanation/failures.md goes through the cases.
 
-No host waits for calls that a CUDA graph replays. ``check()`` does: it settles the same, and says that replays are to
-be made again. In memory that is kept, they then go without the lost ranks.
+No host waits for calls that a CUDA graph replays. So ``check()`` is a call of its own: it ends on a rank when the
+replays before it have ended well on all ranks, as far as any of them knows. Else all raise, and replay again. In
+memory that is kept, replays then go without the lost ranks.
 """
 
 from __future__ import annotations
@@ -92,8 +93,6 @@ class LateRanks:
     def __init__(self, ranks: RankGroup, maker: Remakes) -> None:
         self._ranks, self._maker = ranks, maker
         self._ended = self._settled = 0
-        self._said_of_replays: str | None = None
-        """What the next check says of replays before it, in which ranks may have been lost."""
 
     def call(self, make: Callable[[], T]) -> T:
         """Make a call; all ranks make the same one.
@@ -142,27 +141,35 @@ class LateRanks:
         return Launched((self.call(make),))
 
     def check(self) -> None:
-        """Wait for replays of graphs, and raise what they left. All ranks call it.
+        """Wait for replays of graphs, and raise what they left. All ranks call it alike.
 
         Raises:
-            PeerError: ranks were lost since the last time, so all ranks make again what was replayed since then.
+            PeerError: ranks were lost in them, so all ranks make again what they have replayed since the last time.
         """
-        in_vain = 0
         self._ranks.look()
-        while True:
+        number = self._ended + 1
+        if not self._is_stale():
+            made = None
+            try:
+                with self._ranks.in_vain_after(self._known_losses):
+                    made = _Made(lambda: self._maker.launcher.check("everything"))
+                    self._meet(made)
+            except PeerTimeout as timeout:
+                if self._ranks.is_broken:
+                    raise
+                self._find_late(timeout, 0)
             if not self._is_stale():
-                try:
-                    self._maker.launcher.check("everything")
-                except PeerTimeout as timeout:
-                    if self._ranks.is_broken:
-                        raise
-                    in_vain = self._find_late(timeout, in_vain)
-                if not self._is_stale():
-                    break
-            self._go_on()
-        if self._said_of_replays is not None:
-            said, self._said_of_replays = self._said_of_replays, None
-            raise PeerError(min(self._ranks.masked), said)
+                self._has_ended(number)
+                assert made is not None, "a wait that expires is a loss, be it of nobody"
+                made.give()
+                return
+        known = self._maker.launcher.masked
+        is_kept = self._go_on()
+        if self._ended < number:
+            lost = sorted(self._ranks.masked - known)
+            who = f"rank(s) {lost} are masked by now" if lost else "a wait has expired"
+            again = "replay again" if is_kept else "since a rank lives, memory was made anew, so capture again"
+            raise PeerError(lost[0] if lost else self._ranks.rank, f"{who}, and replays are void: {again}")
 
     def begin_anew(self) -> None:
         """Ranks came back, which have counted nothing."""
@@ -205,19 +212,14 @@ class LateRanks:
             raise ranks.fail(timeout.phase, f"all ranks are there, but calls have expired {in_vain + 1} times")
         return in_vain + 1
 
-    def _go_on(self) -> None:
-        """Settle with the others what has ended, and make new memory."""
+    def _go_on(self) -> bool:
+        """Settle with the others what has ended, and make new memory; whether that was not needed."""
         outcomes = self._maker.launcher.outcomes
         outcomes.fault.give_up([], "the others go on without a rank")  # this rank's kernels may still wait
         name = f"ended/{self._settled}"  # not of the losses: it is settled again if there was no room for new memory
         self._settled += 1
         self._has_ended(self._ranks.settle_losses(PHASE, name))
-        replays, masked = self._maker.launcher.has_graphs, self._maker.launcher.masked
-        is_kept = self._maker.remake()
-        if replays:
-            lost = sorted(self._ranks.masked - masked)
-            again = "replay again" if is_kept else "since a rank lives, memory was made anew, so capture again"
-            self._said_of_replays = f"rank(s) {lost} are masked; replays since the last check() are void: {again}"
+        return self._maker.remake()
 
 
 class DispatchUntilDone:
