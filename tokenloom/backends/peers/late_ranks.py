@@ -120,13 +120,21 @@ class LateRanks:
 
     def until_done(self, send: Callable[[], Sent[T]]) -> Launched[T]:
         """Send and receive a call until it has ended on all ranks that are left."""
+        return Launched((self.launch(lambda: send().receive()),))
+
+    def launch(self, launch: Callable[[], T]) -> T:
+        """Launch the kernels of a call, and wait for them, until it has ended on all ranks that are left.
+
+        Args:
+            launch: launches them on the memory of now.
+        """
 
         def make() -> T:
-            result = send().receive()
+            result = launch()
             self._maker.launcher.settle(0)
             return result
 
-        return Launched((self.call(make),))
+        return self.call(make)
 
     def begin_anew(self) -> None:
         """Ranks came back, which have counted nothing."""
