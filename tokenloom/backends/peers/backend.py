@@ -200,7 +200,8 @@ class NvlinkBackend:
         """Open the calls that the others open before they wait: for an outcome, or for a buffer that is not there."""
 
         def report() -> None:
-            first, reads = upcoming[0], self._checked and not self._buffers.fused
+            first = upcoming[0]
+            reads = (self._checked or self._late is not None) and not self._buffers.fused
             names = [first.name]
             for call, following in pairwise(upcoming):
                 if call.awaited or reads or not all(map(self._has_buffers, (call, following))):
