@@ -372,12 +372,13 @@ def test_memory_that_is_kept(ended: tuple[list[int], bool]) -> None:
         _ranks=ranks,
         _launcher=launcher,
         _buffers=SimpleNamespace(take_all=list),
+        _fused=SimpleNamespace(begin_anew=lambda: happened.append("counts")),
         _make_memory=lambda *given: happened.append(given),
         _dispatcher=SimpleNamespace(shared=SimpleNamespace(overflow=None)),
     )
     kept = bool(here) and elsewhere
     assert NvlinkBackend.remake(backend) is kept
-    assert happened == ["idle", "gather", *([(9, (41, 40), 2, [0, 2])] if kept else ["close", (9, 1)])]
+    assert happened == ["idle", "gather", *(["counts", (9, (41, 40), 2, [0, 2])] if kept else ["close", (9, 1)])]
 
 
 @pytest.mark.parametrize(("epochs", "last"), [((5, 7), 7), ((2**32 - 2, 4), 4), ((2**31 + 1, 2**31), 2**31 + 1)])

@@ -272,6 +272,8 @@ UPCOMING: dict[str, tuple[list[Upcoming], list[int]]] = {
     "behind a buffer": ([Upcoming("combine", NO_BUFFER), Upcoming("dispatch")], ONE),
     "checked": ([Upcoming("dispatch"), Upcoming("combine")], ONE),
     "late ranks are masked": ([Upcoming("dispatch"), Upcoming("combine")], ONE),
+    "late ranks of a layer": ([Upcoming("dispatch"), Upcoming("MegaMoE")], TWO),
+    "a layer without memory": ([Upcoming("dispatch"), Upcoming("MegaMoE")], ONE),
 }
 
 
@@ -284,9 +286,12 @@ def test_calls_that_follow_a_fault(name: str) -> None:
         comm = tl.Communicator(None, backend="nvlink", device="cpu", checked=name == "checked", **sizes)
         (launcher,) = stand_ins.launchers
         launcher.ranks.notes.post = lambda name, text: None  # type: ignore[method-assign]
-        if name == "late ranks are masked":
-            backend: Any = comm.engine._backend
+        backend: Any = comm.engine._backend
+        if "late ranks" in name:
             backend._late = SimpleNamespace(call=lambda make: make())
+        if "a layer" in name:
+            comm.engine.fused_layer(0, "block")
+            backend._buffers.has_for_fused_layer = lambda: "late" in name
         stand_ins.keeps = True
         with pytest.raises(ValueError, match="bad"), comm.engine.sequence(*upcoming):
             raise ValueError("bad")

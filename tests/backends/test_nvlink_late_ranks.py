@@ -26,7 +26,6 @@ from tests.support.on_ranks import on_ranks
 from tokenloom import reference
 from tokenloom.backends.peers.handle import PeerHandle
 from tokenloom.backends.peers.opening import Launcher
-from tokenloom.errors import InvalidArgument
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
 from tokenloom.runtime import membership
 from tokenloom.runtime.processes import RankContext
@@ -470,12 +469,3 @@ def test_back_again(context: RankContext) -> None:
         if context.rank == 0:
             end(context)
         pair(context, comm, problem, [0], "expert")
-
-
-@on_ranks("several")
-def test_what_it_has_not(context: RankContext) -> None:
-    """Calls that could not be made again are refused by name, on all ranks alike."""
-    comm, problem = make(context)
-    with pytest.raises(InvalidArgument, match="a MegaMoE cannot mask late ranks"):
-        comm.engine.fused_layer(0, "block")
-    pair(context, comm, problem, [], "expert")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tokenloom as tl
+from tests.inference import test_late_mega as late
 from tests.inference.test_mega_moe import FAULTS, check_case, check_faults, check_fewer_tokens, check_many_calls
 from tests.support import emulator
 from tests.support.mega_cases import CASES, Case, assert_near, expected, inputs, make_layer, make_mega
@@ -149,3 +150,38 @@ def test_a_killed_rank(context: RankContext, turns: int) -> None:
         assert timeout.value.peers == (1,)
         with pytest.raises(tl.CommunicatorBroken):
             mega(*given)
+
+
+# -- ranks that are masked when they are late, and come back: more of it is in test_late_mega.py ------------------
+
+
+@pytest.mark.parametrize("stage", mostly_slow(late.STAGES, ["gemm1"]))
+def test_a_killed_rank_is_masked(stage: str) -> None:
+    emulator.ranks(2).run(late.check_death, "row", "some", stage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["dispatch", "sum"])
+def test_a_fault_where_late_ranks_are_masked(stage: str) -> None:
+    emulator.ranks(2).run(late.check_fault_in_a_call, stage)
+
+
+@pytest.mark.slow
+def test_nobody_is_late() -> None:
+    emulator.ranks(2).run(late.check_nobody_is_late, "padded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", ["loaded", "late"])
+def test_a_fault_in_the_repeated_call(again: str) -> None:
+    emulator.ranks(4).run(late.check_fault_in_the_repeated_call, again)
+
+
+@pytest.mark.parametrize("on_timeout", mostly_slow(["raise", "mask"], ["raise"]))
+def test_a_rank_comes_back(on_timeout: str) -> None:
+    emulator.ranks(2).run(late.check_back_again, on_timeout, "row", "some")
+
+
+@pytest.mark.slow
+def test_a_rank_comes_back_with_another_recipe() -> None:
+    emulator.ranks(2).run(late.check_another_recipe)

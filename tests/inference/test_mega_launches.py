@@ -5,6 +5,7 @@ What is the same in all calls is written down once; a kernel that missed a chang
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +31,13 @@ Launches = dict[str, Any]
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+def made() -> Iterator[StandIns]:
+    with StandIns(NUM_RANKS) as stand_ins:
+        yield stand_ins
+
+
+@pytest.fixture
+def launches(made: StandIns, monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Arguments of the latest launch of each kernel, by its name; two GEMMs by what they are."""
     seen: Launches = {}
     launch = Kernel.launch
@@ -45,8 +52,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         launch(kernel, blocks, stream)
 
     monkeypatch.setattr(Kernel, "launch", record)
-    with StandIns(NUM_RANKS):
-        yield seen
+    return seen
 
 
 def make_layer(**options: Any) -> tl.MegaMoE:
@@ -363,6 +369,53 @@ def test_graphs_keep_the_times_that_they_write(launches: Launches) -> None:
     assert any(each is first for each in captured)
     assert any(each is second for each in backend._launcher.keep_with_graphs)
     assert launches["sum_routes"].trace == second.sum.data_ptr()
+
+
+def make_anew(made: StandIns, layer: tl.MegaMoE) -> None:
+    backend: Any = layer.comm.engine._backend
+    backend._make_memory()
+    made.launchers.append(backend._launcher)
+
+
+def test_memory_that_is_made_anew(launches: Launches, made: StandIns) -> None:
+    """As behind a loss, or when ranks come back: no kernel knows any of the old memory, which graphs keep."""
+    layer = make_layer()
+    layer.use_weights(*new_weights())
+    times = layer.trace()
+    backend: Any = layer.comm.engine._backend
+    make_anew(made, layer)
+    for _ in range(3):
+        call(layer)
+        call(layer, 300)
+        same_call(launches)
+        launcher, before = backend._launcher, dict(launches)
+        assert launches["send_routes"].call.fault == launcher.outcomes.fault.record_address
+        assert launches["send_routes"].call.trace == times.send.data_ptr()
+        assert launches["barrier"].call.trace == times.barrier.data_ptr()
+        assert launches["pack_tokens"].trace == times.pack.data_ptr()
+        assert launches["sum_routes"].masked == launcher.masked_address
+        kept = list(launcher.keep_with_graphs)
+        make_anew(made, layer)
+        call(layer)
+        (memory,) = (each for each in kept if isinstance(each, ExpertMemory))
+        tensors = {each.data_ptr() for each in kept if isinstance(each, torch.Tensor)}
+        assert before["send_routes"].offsets == memory.offsets.data_ptr() != launches["send_routes"].offsets
+        assert {before["gemm1"].claimed, before["gemm1"].a_windows, before["gemm2"].a_windows} <= tensors
+        assert before["gemm1"].claimed != launches["gemm1"].claimed
+
+
+def test_old_memory_is_free_for_new(launches: Launches, made: StandIns) -> None:
+    """The layer lets go of its own before it makes other: both may be too large for a GPU."""
+    layer = make_layer()
+    layer.use_weights(*new_weights())
+    call(layer)
+    experts: Any = layer._experts
+    backend: Any = layer.comm.engine._backend
+    backend._launcher.keep_with_graphs.clear()
+    old = weakref.ref(experts._memory)
+    make_anew(made, layer)
+    experts.ready_stream()
+    assert old() is None
 
 
 @pytest.mark.parametrize("keep", ["fp8", "four_bits"])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tokenloom import env
 from tokenloom.runtime.processes import RankContext
 
 LIMIT_S = 90.0
@@ -23,9 +24,12 @@ def rank_main(
 ) -> None:
     """Run ``body(context, pipe, *args)`` as a rank, and say what it returns, or how it failed."""
     try:
-        own_device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+        own_device = torch.device(device)
         if device == "cuda":
+            own_device = torch.device(device, rank % torch.cuda.device_count())
             torch.cuda.set_device(own_device)
+            if num_ranks > torch.cuda.device_count():
+                env.appear_as_a_host(f"host {rank}")  # NCCL refuses two ranks of one host on one GPU
         else:
             torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -44,7 +48,7 @@ class Server:
     Args:
         num_ranks: how many.
         body: ``body(context, pipe, *args)`` of each; what it sends are pairs of a word and a value.
-        device: "cuda", one GPU each, or "cpu".
+        device: "cuda", one GPU each as long as there are some, or "cpu".
     """
 
     def __init__(self, num_ranks: int, body: Callable[..., Any], *args: Any, device: str = "cuda") -> None:

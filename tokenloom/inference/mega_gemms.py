@@ -39,7 +39,7 @@ class MegaGemms:
     """Both GEMMs of the experts of a rank.
 
     Args:
-        memory: between them.
+        num_local: experts on this rank, shared ones included.
         plan: of the communicator. intermediate: I.
         power_of_two_scales: of the activations between them, which recipe "row" has anyway.
         recipe: one of ``RECIPES``.
@@ -49,19 +49,20 @@ class MegaGemms:
         num_sms: that a kernel takes. fewest_sms: that GEMM1 keeps in any case, about half of them.
         weights: as they were given, FP8 or packed in four bits.
         is_stale: kernels have to be told where memory and weights are before the next call.
+        claimed: int32, how many tiles of each GEMM its SMs have claimed; 0 between calls.
     """
 
     def __init__(
         self,
-        memory: ExpertMemory,
+        num_local: int,
         plan: Plan,
         intermediate: int,
         power_of_two_scales: bool,
         recipe: str,
         device: torch.device,
     ) -> None:
-        self._memory, self._device, self._num_ranks = memory, device, plan.num_ranks
-        self._hidden, self._intermediate, self._num_local = plan.hidden, intermediate, memory.num_local
+        self._device, self._num_ranks = device, plan.num_ranks
+        self._hidden, self._intermediate, self._num_local = plan.hidden, intermediate, num_local
         self._recipe, self._power_of_two_scales = recipe, power_of_two_scales or recipe == "row"
         self.num_sms = sms_for_gemms(device)
         self.fewest_sms = align_up(self.num_sms // 2, CLUSTER)
@@ -159,21 +160,28 @@ class MegaGemms:
 
     # -- where it is ----------------------------------------------------------------------------------------
 
-    def take_addresses(self, calls: FusedLayerCalls) -> None:
-        """Take the addresses of all memory, once it is allocated.
+    def take_addresses(self, memory: ExpertMemory, calls: FusedLayerCalls) -> None:
+        """Take the addresses of all memory, once it is allocated. They count until others come, or :meth:`let_go`.
 
         Args:
+            memory: between the GEMMs.
             calls: of the layer; they know where rows arrive.
         """
-        memory, self._calls = self._memory, calls
-        self._claimed = torch.zeros(2, LINE, dtype=torch.int32, device=self._device)
+        self._memory, self._calls, self.is_stale = memory, calls, True
+        self.claimed = torch.zeros(2, LINE, dtype=torch.int32, device=self._device)
         self._arriving, self._activations = (
             row_windows(calls.rows, self._recipe),
             row_windows(memory.quantised_rows(), self._recipe),
         )
-        keep_until_idle(self, self._device, self._claimed, self._arriving, self._activations)
+        keep_until_idle(calls, self._device, self.claimed, self._arriving, self._activations)
+        # Each by itself, since other memory may take its place here.
+        calls.keep(self, memory, self.claimed, self._arriving, self._activations)
         self._arriving_scales = self._scale_map(calls.row_scales, self._hidden)
         self._activation_scales = self._scale_map(memory.activation_scales, self._intermediate)
+
+    def let_go(self) -> None:
+        """Let go of the memory whose addresses these are: other memory comes."""
+        del self._memory, self._calls, self.claimed, self._arriving, self._activations
 
     def _scale_map(self, scales: torch.Tensor, width: int) -> TensorMap:
         """Describe the scales of rows to kernels that load them by TMA; others read nothing there."""
@@ -190,13 +198,13 @@ class MegaGemms:
         args.a_scale_map = self._arriving_scales
         args.a_windows, args.a_scales = self._arriving.data_ptr(), calls.row_scales.data_ptr()
         args.arrived, args.expected = calls.arrived.data_ptr(), memory.expected.data_ptr()
-        args.row_weights, args.claimed = calls.row_weights.data_ptr(), self._claimed[0].data_ptr()
+        args.row_weights, args.claimed = calls.row_weights.data_ptr(), self.claimed[0].data_ptr()
         args.out, args.out_scales = memory.activations.data_ptr(), memory.activation_scales.data_ptr()
         args = second.args
         args.a_scale_map = self._activation_scales
         args.a_windows, args.a_scales = self._activations.data_ptr(), memory.activation_scales.data_ptr()
         args.row_homes, args.peers, args.results = calls.row_homes.data_ptr(), calls.peers, calls.results_offset
-        args.row_weights, args.claimed = calls.row_weights.data_ptr(), self._claimed[1].data_ptr()
+        args.row_weights, args.claimed = calls.row_weights.data_ptr(), self.claimed[1].data_ptr()
         args.stored_by = warps_that_store(2 * self._intermediate, self._recipe)
         args.activations, args.activation_scales = memory.activations.data_ptr(), memory.activation_scales.data_ptr()
         args.quantized = memory.quantized.data_ptr()

@@ -101,11 +101,14 @@ class MegaMoE:
         open_timeout_s: as in ``Communicator``.
         transport: as in ``Communicator``.
         ranks_per_node: as in ``Communicator``; "nvlink" runs on one node.
-        on_timeout: as in ``Communicator``; "nvlink" takes "raise" alone, and ranks that ``comm.mask_ranks`` names.
+        on_timeout: as in ``Communicator``. With "mask" a call that loses a rank is made again without it, so replicas
+            take over in that call on "nvlink", and in the next one on "composed". The host waits for every call, and
+            CUDA graphs are refused. ``timeout_s`` then limits the first call too, with what ranks load before it.
         placement: as in ``Communicator``: which slots of which ranks hold which experts. Weights then lie by slot, and
             ids stay those of experts. ``move_experts`` changes it, weights and all.
         spare_slots: as in ``Communicator``: instead of a placement, the default one with so many empty slots more.
-        rejoin: as in ``Communicator``, for backend "composed". Load the weights again.
+        rejoin: as in ``Communicator``. Load the weights again, or take those of replicas by ``move_experts(placement,
+            stale=[rank])`` on all ranks. Graphs that were captured before leave this rank out.
 
     Attributes:
         comm: communicator that dispatches the tokens, with the ``hidden`` that kernels have.
@@ -492,7 +495,7 @@ class MegaMoE:
             topk_ids: int32 or int64 [T, K]; -1 is an unused place.
             topk_weights: float32 [T, K].
             expert_stats: int32 [E / W], to which each local expert's number of routes is added, or None. With a
-                placement int32 [slots_per_rank], of each slot.
+                placement int32 [slots_per_rank], of each slot. A call that is made again without a rank counts once.
             out: bfloat16 [T, H] to write to, or None for a new tensor.
 
         Returns:

@@ -12,6 +12,7 @@ from tokenloom.backends.peers.fused import FusedLayerCalls
 from tokenloom.backends.peers.opening import OpeningKernel
 from tokenloom.backends.seam import Upcoming
 from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.engine import Sequence
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.expert_memory import ExpertMemory
 from tokenloom.inference.mega_gemms import MegaGemms
@@ -79,10 +80,10 @@ class NvlinkExperts:
         self._comm, self._intermediate, self._num_shared = comm, intermediate, num_shared_experts
         self._power_of_two_scales, self._recipe = power_of_two_scales, recipe
         plan = comm.engine.plan  # whose experts are slots: all that kernels know
-        self._memory = ExpertMemory(plan, intermediate, num_shared_experts, recipe)
+        self._memory = self._unmade_memory()
         if self._memory.num_local > MOST_LOCAL_EXPERTS:
             raise InvalidArgument(f"{self._memory.num_local} experts on a rank, expected at most {MOST_LOCAL_EXPERTS}")
-        self._gemms = MegaGemms(self._memory, plan, intermediate, power_of_two_scales, recipe, comm.device)
+        self._gemms = MegaGemms(self._memory.num_local, plan, intermediate, power_of_two_scales, recipe, comm.device)
         self._calls: FusedLayerCalls = comm.engine.fused_layer(num_shared_experts, recipe)
         self._has_memory = False
         self._sums = Kernel(SumRoutesVariant(plan, num_shared_experts=num_shared_experts).spec(), comm.device.index)
@@ -112,13 +113,16 @@ class NvlinkExperts:
         """Do what ``MegaMoE.trace`` says."""
         times = MegaTimes.allocate(self._gemms.num_sms, self._comm.device)
         self._times = times
-        self._calls.keep(times)  # graphs that are captured from now on write there, also once others take its place
         for senders in self._senders_of.values():
             senders.pack.args.trace = times.pack.data_ptr()
-        self._calls.trace(times.send, times.barrier)
+        self._trace_calls(times)
         self._gemms.trace(times.gemm1, times.gemm2)
         self._sums.args.trace = times.sum.data_ptr()
         return times
+
+    def _trace_calls(self, times: MegaTimes) -> None:
+        self._calls.keep(times)  # graphs that are captured from now on write there, also once others take its place
+        self._calls.trace(times.send, times.barrier)
 
     # -- calls ----------------------------------------------------------------------------------------------
 
@@ -129,6 +133,8 @@ class NvlinkExperts:
             Handle of the current stream, where the call needs nothing around it; else None.
         """
         engine = self._comm.engine
+        if self._calls.is_stale:
+            self._renew()
         if engine.needs_no_sequence() and not engine.open_calls.any_open():
             engine.ranks.require_alive()
             return self._calls.make_room()
@@ -154,51 +160,100 @@ class NvlinkExperts:
             after_stage: is told the name of each stage once it is on the stream.
         """
         engine = self._comm.engine
-        tokens, scales = x if isinstance(x, tuple) else (x, None)
         known_stream = self.ready_stream()
         with engine.sequence(*self.upcoming) as sequence:
-            result = tokens.new_empty(tokens.shape, dtype=torch.bfloat16) if out is None else out
-            senders = self._senders(tokens.dtype)  # loaded before ranks agree on anything, as it takes seconds
-            if not self._has_memory:  # after the check for a capture, in which zeroing would not run now
-                self._make_memory()
-            if self._gemms.is_stale:
-                self._gemms.set_constant_arguments()
-            engine.open_calls.require_room()
-            stream = current_handle(self._comm.device) if known_stream is None else known_stream
-            schedule = schedule or schedule_for(len(tokens), self._comm.plan.num_ranks)
-            if known_stream is None:
-                self._calls.follow()  # the except branch zeros memory that the previous call may still read
-            try:
-                tokens, ids = aligned(tokens), aligned(topk_ids)
-                if engine.slots is not None:
-                    ids = engine.slots_of_now().slots_of_routes(ids, known_stream)
-                scales_at, sender = 0 if scales is None else scales.data_ptr(), senders.packing_sender
-                if len(tokens) > schedule.send_sms * senders.max_tokens_per_block:
-                    sender = senders.packed_sender
-                    self._pack(senders.pack, tokens, scales_at, schedule, stream)
-                SEND_FIELDS.write(
-                    sender.args,
-                    SEND_FIELDS.offset,
-                    tokens.data_ptr(),
-                    scales_at,
-                    ids.data_ptr(),
-                    topk_weights.data_ptr(),
-                    0 if expert_stats is None else expert_stats.data_ptr(),
-                    len(tokens),
-                    ids.dtype == torch.int64,
+            late = self._calls.late
+            if late is None:
+                return self._launch(
+                    sequence, known_stream, x, topk_ids, topk_weights, expert_stats, out, schedule, after_stage
                 )
-                number = self._calls.send(sender, known_stream, schedule.send_sms)
-                engine.open_calls.count += 1
-                sequence.opened()
-                after_stage("dispatch")
-                self._gemms.run(len(tokens), stream, schedule.gemm2_sms, after_stage)
-                self._calls.meet(number, known_stream)
-            except BaseException:
-                self._memory.counted.zero_()  # the next call expects zeros
-                raise
+            counted = None if expert_stats is None else torch.empty_like(expert_stats)
+
+            def launch() -> torch.Tensor:
+                sequence.upcoming[:] = self.upcoming  # of a call that is made again, too
+                if self._calls.is_stale:
+                    self._renew()
+                if counted is not None:
+                    counted.zero_()
+                return self._launch(sequence, None, x, topk_ids, topk_weights, counted, None, schedule, after_stage)
+
+            result = late.launch(launch)
             sequence.opened()
-            self._sum(ids, result, stream)
-            after_stage("sum")
+            with torch.inference_mode():  # what callers give may have been made in it
+                if expert_stats is not None and counted is not None:
+                    expert_stats += counted
+                return result if out is None else out.copy_(result)  # only now: out may be x, which is sent again
+
+    def _launch(
+        self,
+        sequence: Sequence,
+        known_stream: int | None,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_stats: torch.Tensor | None,
+        out: torch.Tensor | None,
+        schedule: MegaSchedule | None,
+        after_stage: Callable[[str], None],
+    ) -> torch.Tensor:
+        """Put all kernels of a call on the stream. Arguments are those of :meth:`forward`, and:
+
+        Args:
+            sequence: in which the call is declared. known_stream: what :meth:`ready_stream` has given, or None.
+        """
+        engine = self._comm.engine
+        tokens, scales = x if isinstance(x, tuple) else (x, None)
+        result = tokens.new_empty(tokens.shape, dtype=torch.bfloat16) if out is None else out
+        senders = self._senders(tokens.dtype)  # loaded before ranks agree on anything, as it takes seconds
+        if not self._has_memory:  # after the check for a capture, in which zeroing would not run now
+            self._make_memory()
+        if self._gemms.is_stale:
+            self._gemms.set_constant_arguments()
+        engine.open_calls.require_room()
+        stream = current_handle(self._comm.device) if known_stream is None else known_stream
+        schedule = schedule or schedule_for(len(tokens), self._comm.plan.num_ranks)
+        if known_stream is None:
+            self._calls.follow()  # the except branch zeros memory that the previous call may still read
+        try:
+            tokens, ids = aligned(tokens), aligned(topk_ids)
+            if engine.slots is not None:
+                ids = engine.slots_of_now().slots_of_routes(ids, known_stream)
+            scales_at, sender = 0 if scales is None else scales.data_ptr(), senders.packing_sender
+            if len(tokens) > schedule.send_sms * senders.max_tokens_per_block:
+                sender = senders.packed_sender
+                self._pack(senders.pack, tokens, scales_at, schedule, stream)
+            SEND_FIELDS.write(
+                sender.args,
+                SEND_FIELDS.offset,
+                tokens.data_ptr(),
+                scales_at,
+                ids.data_ptr(),
+                topk_weights.data_ptr(),
+                0 if expert_stats is None else expert_stats.data_ptr(),
+                len(tokens),
+                ids.dtype == torch.int64,
+            )
+            number = self._calls.send(sender, known_stream, schedule.send_sms)
+            engine.open_calls.count += 1
+            sequence.opened()
+            after_stage("dispatch")
+            self._gemms.run(len(tokens), stream, schedule.gemm2_sms, after_stage)
+            self._calls.meet(number, known_stream)
+        except BaseException:
+            self._memory.counted.zero_()  # the next call expects zeros
+            raise
+        if self._calls.late is None:  # else a fault from here on is told where all end the call
+            sequence.opened()
+        SUM_FIELDS.write(
+            self._sums.args,
+            SUM_FIELDS.offset,
+            ids.data_ptr(),
+            result.data_ptr(),
+            len(ids),
+            ids.dtype == torch.int64,
+        )
+        self._sums.launch(self._gemms.num_sms, stream)
+        after_stage("sum")
         return result
 
     def _pack(self, pack: Kernel, x: torch.Tensor, scales_at: int, schedule: MegaSchedule, stream: int) -> None:
@@ -222,35 +277,42 @@ class NvlinkExperts:
             found = self._senders_of[dtype] = Senders(packing_sender, most_tokens, pack, packed_sender)
         return found
 
-    def _sum(self, ids: torch.Tensor, out: torch.Tensor, stream: int) -> None:
-        SUM_FIELDS.write(
-            self._sums.args,
-            SUM_FIELDS.offset,
-            ids.data_ptr(),
-            out.data_ptr(),
-            ids.shape[0],
-            ids.dtype == torch.int64,
-        )
-        self._sums.launch(self._gemms.num_sms, stream)
-
     # -- memory ---------------------------------------------------------------------------------------------
 
+    def _unmade_memory(self) -> ExpertMemory:
+        return ExpertMemory(self._comm.engine.plan, self._intermediate, self._num_shared, self._recipe)
+
+    def _renew(self) -> None:
+        """Let go of all that knows memory of before: the backend has made its own anew, without ranks that are lost,
+        or with those that came back. Graphs keep what they use. Ours is made by the next call, and counts from zero.
+        """
+        self._calls = self._comm.engine.fused_layer(self._num_shared, self._recipe)
+        self._senders_of.clear()
+        if self._has_memory:
+            self._gemms.let_go()
+        self._memory, self._has_memory = self._unmade_memory(), False
+        if self._times is not None:
+            self._trace_calls(self._times)
+
     def _make_memory(self) -> None:
-        """Make all memory, and tell kernels where it is. All ranks make the call, which is the layer's first."""
+        """Make all memory, and tell kernels where it is. All ranks make the call: the first one, or the first behind
+        :meth:`_renew`.
+        """
         fields: dict[str, Field] = {
             "call": "MegaMoE",
             "intermediate": self._intermediate,
             "num_shared_experts": self._num_shared,
+            "recipe": self._recipe,
         }
         memory, calls = self._memory, self._calls
         calls.make_memory(fields)
         memory.allocate(self._comm.device)
         calls.prepare_meetings(memory.met, memory.counted)
-        calls.keep(memory, self._gemms)
         parts = ("offsets", "expected", "begun", "packed", "block_counts", "order")
         calls.tell_senders(**{name: getattr(memory, name).data_ptr() for name in parts})
         sums = self._sums.args
         sums.met, sums.masked = memory.met.data_ptr(), calls.masked
         sums.combine_recv = calls.results.data_ptr()
-        self._gemms.take_addresses(calls)
+        self._gemms.take_addresses(memory, calls)
+        calls.count_in(memory.expected, memory.counted, memory.block_counts, self._gemms.claimed)
         self._has_memory = True

@@ -150,6 +150,9 @@ REPEATED = (
     M("kept-memory-while-kernels-run", "ranks go on in memory that kernels of another one still use",
       "backends.peers.backend:NvlinkBackend.remake", "before.await_work()", "pass",
       f"{MADE_UP}::test_memory_that_is_kept"),
+    M("kept-memory-with-its-counts", "a MegaMoE counts rows on that calls in vain have brought",
+      "backends.peers.backend:NvlinkBackend.remake", "self._fused.begin_anew()", "pass",
+      f"{MADE_UP}::test_memory_that_is_kept"),
     M("kept-memory-with-its-numbers", "ranks that go on number calls differently",
       "backends.peers.opening:Launcher.resume",
       "max(epochs, key=lambda epoch: (epoch - first + (1 << 31)) % (1 << 32))", "first",
@@ -183,4 +186,42 @@ KERNELS = (
       "tests/backends/test_nvlink_masks.py::test_memory_of_masked_ranks", gpu=True),
 )
 
-MUTATIONS = AGREEMENT + TRANSFERS + MEMORY + REPEATED + KERNELS
+EXPERTS = "inference.nvlink_experts:NvlinkExperts"
+LAUNCHES, OF_A_LAYER = "tests/inference/test_mega_launches.py::test_", "tests/inference/test_emulated_mega.py::test_"
+ANEW = (f"{LAUNCHES}memory_that_is_made_anew",)
+
+LAYERS = (
+    M("layers-on-old-memory", "a MegaMoE goes on in memory from before a loss",
+      "backends.peers.backend:NvlinkBackend._make_memory", "self._fused.is_stale = True", "pass", *ANEW),
+    M("graphs-lose-a-layers-memory", "a MegaMoE makes its memory anew in place of what graphs use",
+      f"{EXPERTS}._renew", "self._unmade_memory()", "self._memory", *ANEW),
+    M("graphs-lose-a-layers-windows", "a MegaMoE lets go of maps and claims of tiles that graphs use",
+      "inference.mega_gemms:MegaGemms.take_addresses",
+      "calls.keep(self, memory, self.claimed, self._arriving, self._activations)", "calls.keep(self, memory)", *ANEW),
+    M("senders-of-old-memory", "kernels that send rows know the memory from before a loss", f"{EXPERTS}._renew",
+      "self._senders_of.clear()", "pass", *ANEW),
+    M("gemms-of-old-memory", "GEMMs know the memory from before a loss",
+      "inference.mega_gemms:MegaGemms.take_addresses",
+      "self._memory, self._calls, self.is_stale = memory, calls, True", "self._memory, self._calls = memory, calls",
+      *ANEW),
+    M("traced-until-a-loss", "a MegaMoE that is traced writes no times behind a loss", f"{EXPERTS}._renew",
+      "self._trace_calls(self._times)", "pass", *ANEW),
+    M("nothing-to-let-go", "a MegaMoE that was never called cannot go on when ranks come back", f"{EXPERTS}._renew",
+      "if self._has_memory:\n            self._gemms.let_go()", "self._gemms.let_go()", *ANEW),
+    M("old-memory-beside-new", "a MegaMoE keeps the memory from before a loss until it has other", f"{EXPERTS}._renew",
+      "self._gemms.let_go()", "pass", f"{LAUNCHES}old_memory_is_free_for_new"),
+    M("repeated-and-counted-again", "a call that is made again counts routes twice", f"{EXPERTS}.forward",
+      "counted.zero_()", "engine.masked or counted.zero_()", f"{OF_A_LAYER}a_killed_rank_is_masked[gemm1]"),
+    M("repeated-from-its-result", "a call that is made again reads x where its result lies", f"{EXPERTS}.forward",
+      "counted, None, schedule", "counted, out, schedule", f"{OF_A_LAYER}a_killed_rank_is_masked[sum]"),
+    M("repeated-and-told-by-nothing", "a rank that fails as a call is made again ends the others' communicator",
+      f"{EXPERTS}.forward", "sequence.upcoming[:] = self.upcoming", "pass",
+      f"{OF_A_LAYER}a_fault_in_the_repeated_call[late]"),
+    M("told-by-nothing-behind-the-meeting", "a rank that fails behind the meeting of a call is masked",
+      f"{EXPERTS}._launch", "self._calls.late is None", "True",
+      f"{OF_A_LAYER}a_fault_where_late_ranks_are_masked[sum]"),
+    M("back-with-another-recipe", "a rank comes back to a MegaMoE whose rows lie elsewhere", f"{EXPERTS}._make_memory",
+      '"recipe": self._recipe', '"recipe": ""', f"{OF_A_LAYER}a_rank_comes_back_with_another_recipe"),
+)
+
+MUTATIONS = AGREEMENT + TRANSFERS + MEMORY + REPEATED + KERNELS + LAYERS

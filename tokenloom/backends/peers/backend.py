@@ -39,7 +39,7 @@ from tokenloom.backends.seam import (
     Upcoming,
     Wait,
 )
-from tokenloom.errors import BackendUnavailable, InvalidArgument, KernelCompileError, raised_by_all
+from tokenloom.errors import BackendUnavailable, InvalidArgument, KernelCompileError
 from tokenloom.jit.compiler import load_nvrtc
 from tokenloom.jit.kernel import Kernel, load_driver
 from tokenloom.kernels.barrier.launch import BarrierVariant
@@ -96,6 +96,7 @@ class NvlinkBackend:
         self.capabilities = replace(CAPABILITIES, reads_on_host=checked)
         self._plan, self._ranks, self._num_sms, self._checked = plan, ranks, num_sms, checked
         self._late: LateRanks | None = None
+        self._fused: FusedLayerCalls | None = None
         if ranks.masks_late:
             self._mask_late_ranks()
         self._make_memory()
@@ -121,6 +122,9 @@ class NvlinkBackend:
         if masked:
             self._launcher.leave_out(masked)
         self._buffers = Buffers(plan, self._launcher)
+        if self._fused is not None:
+            self._fused.is_stale = True
+            self._buffers.serve_fused_layer(self._fused.num_shared_experts, self._fused.recipe)
         self._launcher.keep_with_graphs.append(self._buffers)
         copies = Copies(plan, self._launcher, self._buffers)
         reads = checked and self._late is None  # else it reads outcomes, but not those of replays
@@ -190,6 +194,8 @@ class NvlinkBackend:
         numbers, epochs, ended = zip(*(each for each in told if each is not None), strict=True)
         losses, gone, is_kept = ranks.settle(f"kept/{known}", [losses, sorted(masked), all(ended)], PHASE)
         if is_kept:
+            if self._fused is not None:
+                self._fused.begin_anew()
             before.resume(max(numbers), epochs, losses, gone)
         else:
             before.close(self._buffers.take_all())
@@ -198,27 +204,31 @@ class NvlinkBackend:
         return bool(is_kept)
 
     def fused_layer(self, num_shared_experts: int, recipe: str) -> FusedLayerCalls:
-        """Serve one MegaMoE from now on, and nobody else."""
-        if self._late is not None:
-            raise InvalidArgument("a MegaMoE cannot mask late ranks; use on_timeout='raise' and mask_ranks")
-        self._buffers.serve_fused_layer(num_shared_experts, recipe)
-        return FusedLayerCalls(self._launcher, self._buffers, num_shared_experts, recipe)
+        """Serve one MegaMoE from now on, and nobody else, on the memory of now."""
+        if not self._buffers.fused:
+            self._buffers.serve_fused_layer(num_shared_experts, recipe)
+        self._fused = FusedLayerCalls(self._launcher, self._buffers, num_shared_experts, recipe, self._late)
+        return self._fused
 
     # -- state ----------------------------------------------------------------------------------------------
 
     def report_fault(self, fault: Exception, upcoming: Sequence[Upcoming]) -> None:
         """Open the calls that the others open before they wait: for an outcome, or for a buffer that is not there."""
-        names = [upcoming[0].name]
-        for call, following in pairwise(upcoming):
-            if call.awaited or self._checked or not all(map(self._has_buffers, (call, following))):
-                break
-            names.append(following.name)
-        first = upcoming[0]
-        others_wait = first.awaited or not self._has_buffers(first)
+
+        def report() -> None:
+            first = upcoming[0]
+            reads = (self._checked or self._late is not None) and not self._buffers.fused
+            names = [first.name]
+            for call, following in pairwise(upcoming):
+                if call.awaited or reads or not all(map(self._has_buffers, (call, following))):
+                    break
+                names.append(following.name)
+            self._launcher.report_fault(fault, names, first.awaited or not self._has_buffers(first))
+
         if self._late is None:
-            self._launcher.report_fault(fault, names, others_wait)
+            report()
         else:
-            self._late.call(lambda: self._launcher.report_fault(fault, names[:1], others_wait))
+            self._late.call(report)  # which looks again at memory that was made anew
 
     def _has_buffers(self, call: Upcoming) -> bool:
         options = call.options
@@ -251,10 +261,6 @@ class NvlinkBackend:
         them.
         """
         self._require_no_capture()
-        if self._buffers.fused:
-            raise raised_by_all(
-                InvalidArgument("a MegaMoE cannot take ranks back; make the layer again, on all ranks")
-            )
         self._launcher.finish_all()  # all ranks have the same halves open
         self._launcher.settle(0)
         before = self._ranks.met_at

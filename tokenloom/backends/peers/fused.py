@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from tokenloom.backends.peers.buffers import Buffers
+from tokenloom.backends.peers.late_ranks import LateRanks
 from tokenloom.backends.peers.opening import Launcher, OpeningKernel
 from tokenloom.backends.peers.outcomes import CALLS_IN_FLIGHT
 from tokenloom.errors import InvalidArgument
@@ -25,6 +26,9 @@ class FusedLayerCalls:
         rows, row_scales, row_homes, row_weights, arrived: where rows arrive, once there is memory.
         peers: address of every rank's address of that memory. results_offset: where results come home in it.
         deadline: for kernels that wait for rows.
+        num_shared_experts, recipe: of the layer.
+        late: makes its calls where late ranks are masked, else None.
+        is_stale: the backend has other memory by now; ask it for other calls.
     """
 
     rows: torch.Tensor
@@ -34,15 +38,18 @@ class FusedLayerCalls:
     arrived: torch.Tensor
     results: torch.Tensor
 
-    def __init__(self, launcher: Launcher, buffers: Buffers, num_shared_experts: int, recipe: str) -> None:
+    def __init__(
+        self, launcher: Launcher, buffers: Buffers, num_shared_experts: int, recipe: str, late: LateRanks | None
+    ) -> None:
         plan = launcher.plan
+        self.num_shared_experts, self.recipe, self.late, self.is_stale = num_shared_experts, recipe, late, False
         results = plan.max_tokens_per_rank * (plan.top_k + num_shared_experts)
         if results > 1 << HOME_ROW_BITS:
             raise InvalidArgument(
                 f"max_tokens_per_rank is {plan.max_tokens_per_rank}: that is {results} results of a rank, expected at "
                 f"most {1 << HOME_ROW_BITS}"
             )
-        self._launcher, self._buffers, self._num_shared = launcher, buffers, num_shared_experts
+        self._launcher, self._buffers = launcher, buffers
         self._row_scales = plan.scales_by(recipe)
         self._loading = SendRoutesVariant(plan, num_shared_experts=num_shared_experts, recipe=recipe)
         self._loading.spec()  # refuses too many experts, before any call
@@ -50,6 +57,7 @@ class FusedLayerCalls:
         self._told: dict[str, int] = {}
         self._send_trace = 0
         self._barrier = launcher.new_kernel(BarrierVariant(plan=plan))
+        self._counts: list[torch.Tensor] = []
         self._dispatch = CallKind({"call": "dispatch", NUMBER: 0})
         self._meeting = CallKind({"call": "MegaMoE", NUMBER: 0})
         opening = self._barrier.opening
@@ -69,13 +77,15 @@ class FusedLayerCalls:
     def make_memory(self, fields: Fields) -> None:
         """Make where rows and results arrive. All ranks make the call, which is the layer's first."""
         plan, shared = self._launcher.plan, self._buffers.data(1, fields)
-        own = self._num_shared * plan.max_tokens_per_rank
+        own = self.num_shared_experts * plan.max_tokens_per_rank
         places = plan.worst_case_rows("expert") + own
         self.rows = shared.view("rows", FP8, (places, plan.hidden))
         self.row_scales = shared.view("row_scales", torch.float32, (places, self._row_scales))
         self.row_homes = shared.view("row_homes", torch.int32, (places,))
         self.row_weights = shared.view("row_weights", torch.float32, (places,))
-        self.arrived = shared.view("arrived", torch.int32, (plan.experts_per_rank + self._num_shared, plan.num_ranks))
+        self.arrived = shared.view(
+            "arrived", torch.int32, (plan.experts_per_rank + self.num_shared_experts, plan.num_ranks)
+        )
         self.results = shared.view("combine_recv", torch.uint8, (1,))
         self.peers, self.results_offset = shared.peers.data_ptr(), shared.layout.offset("combine_recv")
         parts = ("rows", "row_scales", "row_homes", "row_weights", "arrived")
@@ -115,6 +125,15 @@ class FusedLayerCalls:
         """
         args = self._barrier.args
         args.opened, args.cleared, args.num_cleared = opened.data_ptr(), cleared.data_ptr(), cleared.numel()
+
+    def count_in(self, *counts: torch.Tensor) -> None:
+        """Say what counts from zero when calls were in vain, beside ``arrived``."""
+        self._counts = [self.arrived, *counts]
+
+    def begin_anew(self) -> None:
+        """Let all counts begin at zero, behind calls that were in vain. Nothing runs on any rank."""
+        for each in self._counts:
+            each.zero_()
 
     def keep(self, *used: object) -> None:
         """Let graphs that capture calls keep these alive, which the calls use."""

@@ -127,18 +127,28 @@ class LateRanks:
         return made.give()
 
     def until_done(self, send: Callable[[], Sent[T]]) -> Sent[T]:
-        """Send and receive a call until it has ended on all ranks that are left. In a capture it is only sent: no host
-        waits for replays.
-        """
+        """Send and receive a call until it has ended on all ranks that are left. In a capture it is only sent."""
         if torch.cuda.is_current_stream_capturing():
             return send()
+        return Launched((self.launch(lambda: send().receive()),))
+
+    def launch(self, launch: Callable[[], T]) -> T:
+        """Launch the kernels of a call, and wait for them, until it has ended on all ranks that are left.
+
+        In a capture they are only launched: no host waits for replays, which :meth:`check` looks after.
+
+        Args:
+            launch: launches them on the memory of now.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return launch()
 
         def make() -> T:
-            result = send().receive()
+            result = launch()
             self._maker.dispatcher.shared.settle_checked(self._maker.launcher.num_calls - 1)
             return result
 
-        return Launched((self.call(make),))
+        return self.call(make)
 
     def check(self) -> None:
         """Wait for replays of graphs, and raise what they left. All ranks call it alike.
