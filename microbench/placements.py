@@ -1,9 +1,9 @@
 """Measures what a placement costs on Hopper GPUs, and how fast experts move.
 
-    python microbench/placements.py [--gpus 1] [--tokens 128,1024,4096] [--mega] [--json FILE]
+    python microbench/placements.py [--gpus 1] [--tokens 128,1024,4096] [--only dispatch,moves,mega] [--json FILE]
 
 Calls with a placement that leaves experts where they are, beside one empty slot on each rank, take turns with calls
-without one, in both orders: dispatches in BF16 and FP8, and with --mega the fused FP8 layer. They differ in the kernel
+without one, in both orders: dispatches in BF16 and FP8, and the fused FP8 layer. They differ in the kernel
 that finds slots. Times are microseconds of a call in a replayed graph of ten: burst in the first replay behind a
 pause, steady in replays without one; medians of both turns. Two equal communicators show the spread.
 
@@ -133,7 +133,7 @@ def measure_layers(context: RankContext, tokens: list[int]) -> list[Row]:
 
 
 @torch.no_grad()
-def measure_moves(context: RankContext) -> list[Row]:
+def measure_moves(context: RankContext, tokens: list[int]) -> list[Row]:
     """Move experts to empty slots: of their rank, and where there are several ranks, of the next one."""
     num_ranks, rank = context.num_ranks, context.rank
     slots = 2 * MOVED_EXPERTS
@@ -204,19 +204,24 @@ def copy_rate(weights: torch.Tensor) -> float:
     return MOVED_EXPERTS * EXPERT_BYTES / start.elapsed_time(end) / 1e6
 
 
+PARTS: dict[str, Callable[[RankContext, list[int]], list[Row]]] = {
+    "dispatch": measure_dispatches,
+    "moves": measure_moves,
+    "mega": measure_layers,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--tokens", default="128,1024,4096")
-    parser.add_argument("--mega", action="store_true", help="measure the fused FP8 layer too")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, apart by commas")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     tokens = [int(each) for each in options.tokens.split(",")]
     with RankPool(options.gpus, "cuda") as pool:
         limits: dict[str, Any] = {"limit_s": limit_s(100), "on_event": print}
-        rows = pool.run(measure_dispatches, tokens, **limits)[0] + pool.run(measure_moves, **limits)[0]
-        if options.mega:
-            rows += pool.run(measure_layers, tokens, **limits)[0]
+        rows = [row for name in options.only.split(",") for row in pool.run(PARTS[name], tokens, **limits)[0]]
     for row in rows:
         print("  ".join(f"{key} {value:,.1f}" if isinstance(value, float) else str(value)
                         for key, value in row.items() if key != "turns"))  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 
 from tokenloom.backends.seam import DispatchOut, PreparedDispatch, Sent, Tokens
 from tokenloom.comm.placement import Placement
-from tokenloom.ops.slots_of_routes import SlotTable
+from tokenloom.ops.slots_of_routes import SlotTable, write_numbers
 
 
 class PlacedSlots:
@@ -33,8 +33,7 @@ class PlacedSlots:
     def place(self, placement: Placement) -> None:
         """Let another placement of the same sizes rule, from the next dispatch on."""
         self.placement = placement
-        experts = torch.tensor(placement.experts_of(self._rank), dtype=torch.int32, device="cpu")
-        self._experts_of_replays.copy_(experts)
+        write_numbers(self._experts_of_replays, placement.experts_of(self._rank))
         self._experts = self._experts_of_replays.clone()
         self._write()
 

@@ -52,8 +52,8 @@ class SlotTable:
             flat += slots
             starts.append(len(flat))
         flat += [0] * (len(self.slots) - len(flat))
-        self.starts.copy_(torch.tensor(starts, dtype=torch.int32, device="cpu"))
-        self.slots.copy_(torch.tensor(flat, dtype=torch.int32, device="cpu"))
+        write_numbers(self.starts, starts)
+        write_numbers(self.slots, flat)
 
     def slots_of_routes(self, topk_ids: torch.Tensor, stream: int | None = None) -> torch.Tensor:
         """Return the slot of each route.
@@ -79,6 +79,11 @@ class SlotTable:
                 stream = torch.cuda.current_stream(topk_ids.device).cuda_stream
             self._kernel.launch(blocks, stream)
         return slot_ids
+
+
+def write_numbers(out: torch.Tensor, numbers: Sequence[int]) -> None:
+    """Write int32 numbers to a tensor, in the order of the current stream, which the host does not await."""
+    out.copy_(torch.tensor(numbers, dtype=torch.int32, device="cpu", pin_memory=out.is_cuda), non_blocking=True)
 
 
 def find_slots(topk_ids: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, rank: int) -> torch.Tensor:
