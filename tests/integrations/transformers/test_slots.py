@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,24 +31,26 @@ FORMS: dict[str, tuple[str, Callable[[slice], Any], int]] = {
 """How experts are registered, how they are made, and H."""
 
 
+EMULATED = True
+SLOTS = models.EXPERTS + 1
+"""Of a rank: all experts fit, and one of them twice."""
+
+
 @pytest.fixture(autouse=True)
-def _skip_other_gpus(pool: RankPool) -> None:
-    if pool.device == "cuda" and not HOPPER:
+def _skip_other_gpus(request: pytest.FixtureRequest) -> None:
+    group = request.getfixturevalue("ranks" if "ranks" in request.fixturenames else "pool")
+    if group.device == "cuda" and not HOPPER:
         pytest.skip("the kernels need Hopper GPUs")
-
-
-def one_slot_each(context: RankContext, placement: tl.Placement) -> tl.Placement:
-    """The placement with empty slots, so that a rank has a slot for each expert."""
-    table = placement.to_tensor()
-    empty = table.new_full((context.num_ranks, models.EXPERTS - table.shape[1]), -1)
-    return tl.Placement(torch.cat([empty, table], 1), num_experts=models.EXPERTS)
 
 
 def placements(context: RankContext) -> list[tl.Placement]:
     """All ranks have others' experts, and one of them several times; then the last rank alone has any."""
-    crowded = torch.full((context.num_ranks, models.EXPERTS), -1)
-    crowded[-1] = torch.arange(models.EXPERTS).flip(0)
-    return [one_slot_each(context, hot_first(context)), tl.Placement(crowded, num_experts=models.EXPERTS)]
+    hot = hot_first(context).to_tensor()
+    crowded = torch.arange(models.EXPERTS).flip(0)[None]
+    tables = [torch.full((context.num_ranks, SLOTS), -1) for _ in range(2)]
+    for table, own in zip(tables, (hot, crowded), strict=True):
+        table[-len(own) :, -own.shape[1] :] = own
+    return [tl.Placement(table, num_experts=models.EXPERTS) for table in tables]
 
 
 def layers(context: RankContext, form: str, **options: Any) -> list[Any]:
@@ -60,11 +63,14 @@ def layers(context: RankContext, form: str, **options: Any) -> list[Any]:
         for each in made[1].parameters():
             values = each.view(torch.uint8) if each.itemsize == 1 else each
             values.copy_(values.flip(1))  # rows of experts, not experts
-    first = spread(context, made[0], {"experts": kept, "max_tokens_per_rank": 16, **options})
-    return [first, type(first)(made[1], first.ep_mesh, first.tp_mesh)]
+    parallel = "transformers.distributed.expert_parallel"
+    with mock.patch(f"{parallel}.get_process_group_ranks", return_value=[0]):  # the meshes are none of torch
+        first = spread(context, made[0], {"experts": kept, "max_tokens_per_rank": 16, **options})
+        return [first, type(first)(made[1], first.ep_mesh, first.tp_mesh)]
 
 
-@on_ranks("pool")
+@on_ranks
+@pytest.mark.slow_on(1, 4)
 @pytest.mark.parametrize("form", FORMS)
 def test_bits(context: RankContext, form: str) -> None:
     """Slots are filled at the first call of each placement, and at no other."""
@@ -75,7 +81,7 @@ def test_bits(context: RankContext, form: str) -> None:
         want = [each(*given) for each in layers(context, form)]
         assert not torch.equal(*want)
         assert all(each.isfinite().all() and each.any() for each in want)
-        placed = layers(context, form, spare_slots=models.EXPERTS - models.EXPERTS // context.num_ranks)
+        placed = layers(context, form, spare_slots=SLOTS - models.EXPERTS // context.num_ranks)
         for placement in (None, *placements(context)):
             if placement is not None:
                 place_experts(torch.nn.ModuleList([each.experts for each in placed]), placement)
@@ -86,7 +92,7 @@ def test_bits(context: RankContext, form: str) -> None:
             assert all(each.fused._weights is weights for each, weights in zip(placed, kept, strict=True))
         (layer,) = placed[0].shared.fused.made.values()
         assert layer.comm.placement == placements(context)[-1]
-        later = layers(context, form, spare_slots=models.EXPERTS - models.EXPERTS // context.num_ranks)
+        later = layers(context, form, spare_slots=SLOTS - models.EXPERTS // context.num_ranks)
         place_experts(later[0].experts, placements(context)[0])
         assert all(map(torch.equal, [each(*given) for each in later], want))
         (layer,) = later[0].shared.fused.made.values()
