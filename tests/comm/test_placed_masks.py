@@ -30,7 +30,7 @@ EMULATED = True
 LATE = replace(CASE, tokens=(7, 5, 4, 6), pick="repeats", unused=0.0)
 TIMEOUT_S = 1.5
 SPREAD_S = 0.01
-"""A pair of calls takes 3 ms or more, so that this ends within a few of them."""
+"""In which a process ends. A pair of calls takes milliseconds, so it ends in one of the next few pairs."""
 
 
 def twice(plan: Plan) -> tl.Placement:
