@@ -139,10 +139,11 @@ def arrivals(
 @torch.no_grad()
 def moved(ranks: RankGroup, moves: Sequence[Move], rows: torch.Tensor, num_slots: int, phase: str) -> torch.Tensor:
     """Return a new tensor of ``num_slots`` slots with what arrives there, and zeros elsewhere. Collective."""
-    out = rows.new_zeros(num_slots, *rows.shape[1:])
-    for move, row in arrivals(ranks, moves, rows, phase):
+    values = rows.view(torch.uint8) if rows.itemsize == 1 else rows  # torch indexes no FP8
+    out = values.new_zeros(num_slots, *rows.shape[1:])
+    for move, row in arrivals(ranks, moves, values, phase):
         out[move.slot] = row
-    return out
+    return out.view(rows.dtype)
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ class SharedByLayers:
 
     def place(self, placement: Placement) -> None:
         """Let a placement rule in all communicators, and in those that are made later. Collective."""
-        for comm in self.communicators.all():
+        for comm in (*self.communicators.all(), *(layer.comm for layer in self.fused.made.values())):
             comm.set_placement(placement)
         self.placement = placement
 
@@ -64,7 +64,8 @@ def shared_of(ep_mesh: Any, options: ExpertsOptions) -> SharedByLayers:
             later = {} if placement is None else {"placement": placement, "spare_slots": 0}
             return options.of_communicators() | later
 
-        found[options] = SharedByLayers(Communicators(group, of_communicators), FusedLayers(group, options))
+        fused = FusedLayers(group, options, of_communicators)
+        found[options] = SharedByLayers(Communicators(group, of_communicators), fused)
     return found[options]
 
 
@@ -98,7 +99,8 @@ class TokenloomExperts(EPImplementation):
             self.fused = FusedExperts(self.shared.fused, form, self.num_experts)
         if self.options.placed and not isinstance(self.form, Form):
             raise InvalidArgument(
-                f"{self.family} runs the model's own experts ({self.form}), which know no placement; leave it out"
+                f"{self.family} runs the model's own experts ({self.form}), which know no placement; register with "
+                "experts='fp8' if they are quantised, or leave the placement out"
             )
         self.slots = SlotWeights()
         setattr(experts, ATTRIBUTE, self)

@@ -45,10 +45,10 @@ class ExpertsOptions:
             raise InvalidArgument(f"spare_slots is {self.spare_slots!r}, expected an integer of at least 0")
         if self.placement is not None and not isinstance(self.placement, Placement):
             raise InvalidArgument(f"placement is {a_type(self.placement)}, expected a tokenloom.Placement, or None")
-        if self.placed and self.experts != "auto":
+        if self.placed and self.experts == "model":
             raise InvalidArgument(
-                f"experts is {self.experts!r} with a placement, which tokenloom's experts alone go by; pass "
-                "experts='auto', or leave the placement out"
+                "experts is 'model' with a placement, which tokenloom's experts alone go by; pass another value, or "
+                "leave the placement out"
             )
 
     @property
@@ -62,7 +62,7 @@ class ExpertsOptions:
         return self.placement is not None or self.spare_slots > 0
 
     def of_communicators(self) -> dict[str, Any]:
-        """Give the arguments of every Communicator."""
+        """Give the arguments of every Communicator. ``MegaMoE`` takes them too, but for its backend and SMs."""
         return {
             "backend": self.backend,
             "timeout_s": self.timeout_s,

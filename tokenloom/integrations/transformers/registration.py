@@ -58,7 +58,8 @@ def register(
         placement: for tokenloom's experts of all layers, as in ``Communicator``. The model keeps its weights by
             expert, and each layer has copies of those in its slots. They are made at the first call without gradients,
             and again when weights change. Where weights are trained, each forward makes them, and the gradients of
-            slots come back to the model's weights.
+            slots come back to the model's weights. With "fp8" and "four_bits" they are made at the first call of each
+            placement.
         spare_slots: as in ``Communicator``, for ``place_experts`` to fill.
 
     Raises:

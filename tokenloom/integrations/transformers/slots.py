@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.training.slot_moves import agreed_beside, moved, moves_between, moves_to_owners, sum_at_owners, terms_of
 
 NAMES = ("w1", "w2", "w1_bias", "w2_bias")
+TO_SLOTS = "experts to their slots"
+"""The phase, for errors."""
 
 
 class SlotWeights:
@@ -47,6 +49,23 @@ class SlotWeights:
         return in_slots
 
 
+def home_of(placement: Placement) -> Placement:
+    """Give the placement of the model's own weights."""
+    return Placement.default(placement.num_experts, placement.num_ranks)
+
+
+def without_empty_slots(placement: Placement) -> Placement:
+    """Put the first of a rank's own experts, which does not travel, into its empty slots."""
+    table, own = placement.to_tensor(), home_of(placement).to_tensor()
+    return Placement(torch.where(table < 0, own[:, :1], table), num_experts=placement.num_experts)
+
+
+def rows_in_slots(ranks: RankGroup, placement: Placement, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy rows of this rank's experts, of any dtypes, to their slots. Collective, where the ranks have agreed."""
+    moves = moves_between(home_of(placement), placement, "by all slots")
+    return [moved(ranks, moves, each, placement.slots_per_rank, TO_SLOTS) for each in tensors]
+
+
 def _changes(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
@@ -57,16 +76,14 @@ class _InSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: RankGroup, placement: Placement, *tensors: torch.Tensor) -> Any:
         ctx.ranks, ctx.placement = ranks, placement
-        ctx.home = Placement.default(placement.num_experts, placement.num_ranks)
-        moves, phase = moves_between(ctx.home, placement, "by all slots"), "experts to their slots"
         named = {str(number): each for number, each in enumerate(tensors)}
-        with agreed_beside(ranks, phase, lambda: terms_of(named)):
-            return tuple(moved(ranks, moves, each, placement.slots_per_rank, phase) for each in tensors)
+        with agreed_beside(ranks, TO_SLOTS, lambda: terms_of(named)):
+            return tuple(rows_in_slots(ranks, placement, tensors))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        placement, home, phase = ctx.placement, ctx.home, "gradients of slots"
+        placement, home, phase = ctx.placement, home_of(ctx.placement), "gradients of slots"
         to_owners, to_home = moves_to_owners(placement), moves_between(placement, home, "by owners")
         named = {str(number): each for number, each in enumerate(grads) if each is not None}
         found: list[torch.Tensor | None] = []
