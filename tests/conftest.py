@@ -31,6 +31,8 @@ FORKED = ["torch.distributed", "pytest", "hypothesis", "tokenloom.runtime.proces
 FORKED_ON_CPUS = ["tests.conftest", "tests.support.cases", "torch.distributed.tensor"]
 """The same where there is no GPU, beside what tests with the marker ``imports`` name."""
 
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+"""Also of processes that tests start. Tensors are small, and threads spin for cores that other processes have."""
 os.environ.pop("COLUMNS", None)  # readline, which pytest imports, sets it for all of pytest's children
 gc.freeze()  # in all ranks too: torch alone has so many objects that each gc.collect() of a test takes 0.1 s
 
@@ -291,6 +293,8 @@ def mark_what_shows_nothing_new(items: list[pytest.Item]) -> None:
     def values(item: pytest.Item) -> list[tuple[Any, ...]]:
         given: dict[str, Any] = item.callspec.params  # type: ignore[attr-defined]
         shown: list[tuple[Any, ...]] = [(name, repr(value)) for name, value in given.items()]
+        if emulator.ON:  # there CI runs groups of one size
+            return [(*each, group_size(item)) for each in shown]
         if item.get_closest_marker("gpu") is None:
             return shown
         alone = group_size(item) in (None, 1)  # a rank alone has no peers, so it shows nothing of what several do
@@ -352,12 +356,3 @@ def device(request: pytest.FixtureRequest) -> str:
         # Autograd's own thread has no CUDA context before its first kernel; if a cuBLAS call comes first, torch warns.
         torch.ones(1, device="cuda", requires_grad=True).exp().backward()
     return request.param
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For small tensors, which several threads of torch only delay."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -21,12 +21,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_there_is_one_place_to_break(mutation: Mutation) -> None:
-    broken = mutation.broken(ROOT)
-    assert broken != mutation.file(ROOT).read_text()
-    if mutation.file(ROOT).suffix == ".py":
-        compile(broken, mutation.name, "exec")
+@pytest.mark.parametrize("file", dict.fromkeys(mutation.target.partition(":")[0] for mutation in MUTATIONS))
+def test_there_is_one_place_to_break(file: str) -> None:
+    """For each mutation of a file: each by itself would be a tenth of what pytest collects."""
+    for mutation in MUTATIONS:
+        if mutation.target.partition(":")[0] == file:
+            broken = mutation.broken(ROOT)
+            assert broken != mutation.file(ROOT).read_text(), mutation.name
+            if mutation.file(ROOT).suffix == ".py":
+                compile(broken, mutation.name, "exec")
 
 
 def test_names_are_unique() -> None:

@@ -43,11 +43,10 @@ def left_out(
     missing = Counter({key: min(number, times) for key, number in missing.items()})
     for thing in quick:
         missing.subtract(shown[thing])
-    rest = [thing for thing in shown if thing not in quick]
-    while rest:
-        best = max(rest, key=lambda thing: sum(missing[key] > 0 for key in shown[thing]))
-        if all(missing[key] <= 0 for key in shown[best]):
-            break
+    taken = set(quick)
+    rest = [thing for thing in shown if thing not in taken]
+    while unseen := {key for key, number in missing.items() if number > 0}:
+        best = max(rest, key=lambda thing: len(unseen & shown[thing]))
         missing.subtract(shown[best])
         rest.remove(best)
     return rest

@@ -35,7 +35,6 @@ from tokenloom.runtime.processes import RankContext
 from tokenloom.training.shards import make_mesh
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),  # layers are tiny
     pytest.mark.slow_on(4),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
 ]

@@ -15,8 +15,6 @@ from tests.support.layer_cases import HIDDEN, LayerCase, make_layer
 from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # layers are tiny
-
 BATCHES = 64
 CASE = LayerCase(dtype=torch.bfloat16)
 """Each gradient is rounded to bfloat16 once, wherever it is summed; a sum of 64 in bfloat16 loses more by far."""

@@ -18,8 +18,6 @@ from tests.support.on_ranks import on_ranks
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.shards import local_part
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # layers are tiny
-
 FP32, BF16 = torch.float32, torch.bfloat16
 CASE = LayerCase(dtype=FP32, biases=True, router="gpt_oss", shared_gate=True)
 

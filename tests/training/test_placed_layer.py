@@ -25,10 +25,7 @@ from tokenloom.runtime.processes import RankContext
 from tokenloom.training.shards import local_part
 from tokenloom.training.slot_moves import moves_to_owners, sum_at_owners
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),  # layers are tiny
-    pytest.mark.slow_on(1, 4),
-]
+pytestmark = pytest.mark.slow_on(1, 4)
 
 EMULATED = True
 

@@ -13,7 +13,6 @@ from tokenloom.runtime.processes import RankContext
 from tokenloom.training.shards import local_part
 
 __all__ = ["group"]
-pytestmark = pytest.mark.usefixtures("one_thread")
 CASE = LayerCase(dtype=torch.float32, balance_coef=0.0, z_coef=0.0, shared=0)
 
 

@@ -28,7 +28,6 @@ from tokenloom.runtime.processes import RankContext
 from tokenloom.training.shards import local_part
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),  # layers are tiny
     pytest.mark.slow_on(1, 4),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
 ]

@@ -6,12 +6,10 @@ python -m pytest -p tests.support.emulator.plugin -m "" tests/comm [--seed 2] [-
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.support import emulator
 
 emulator.ON = True
-torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
