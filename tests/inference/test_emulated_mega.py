@@ -162,6 +162,12 @@ def test_a_killed_rank_is_masked(stage: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("modes", [(True, False), (False, True)])
+def test_a_killed_rank_is_masked_in_any_mode(modes: tuple[bool, bool]) -> None:
+    emulator.ranks(2).run(late.check_death_in_any_mode, modes)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["dispatch", "sum"])
 def test_a_fault_where_late_ranks_are_masked(stage: str) -> None:
     emulator.ranks(2).run(late.check_fault_in_a_call, stage)

@@ -254,6 +254,20 @@ def test_death_and_graphs(context: RankContext, how: str) -> None:
             assert torch.equal(captured, wanted.by_masked[(*masked, gone)])
 
 
+def check_death_in_any_mode(context: RankContext, modes: tuple[bool, bool]) -> None:
+    """Calls before the death, and those behind it, are in inference mode or not."""
+    gone = 0
+    wanted = make_all(context, "block", "some", both(context, gone))
+    with wanted.make(on_timeout="mask") as mega:
+        with torch.inference_mode(modes[0]):
+            wanted.require(mega, [], ("", "out"))
+        if context.rank == gone:
+            end(context)
+        with torch.inference_mode(modes[1]):
+            wanted.require(mega, [gone], ("", "out"))
+            mega.check()
+
+
 @on_ranks("several")
 @ONLY_EMULATED
 @pytest.mark.parametrize("stage", ["", "dispatch"])

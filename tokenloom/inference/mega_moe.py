@@ -102,8 +102,9 @@ class MegaMoE:
         transport: as in ``Communicator``.
         ranks_per_node: as in ``Communicator``; "nvlink" runs on one node.
         on_timeout: as in ``Communicator``. With "mask" a call that loses a rank is made again without it, so replicas
-            take over in that call on "nvlink", and in the next one on "composed". The host waits for every call, and
-            CUDA graphs are refused. ``timeout_s`` then limits the first call too, with what ranks load before it.
+            take over in that call on "nvlink", and in the next one on "composed". The host waits for every call. After
+            replays of CUDA graphs, ``check`` says what to replay again. ``timeout_s`` then limits the first call too,
+            with what ranks load before it.
         placement: as in ``Communicator``: which slots of which ranks hold which experts. Weights then lie by slot, and
             ids stay those of experts. ``move_experts`` changes it, weights and all.
         spare_slots: as in ``Communicator``: instead of a placement, the default one with so many empty slots more.
@@ -495,7 +496,8 @@ class MegaMoE:
             topk_ids: int32 or int64 [T, K]; -1 is an unused place.
             topk_weights: float32 [T, K].
             expert_stats: int32 [E / W], to which each local expert's number of routes is added, or None. With a
-                placement int32 [slots_per_rank], of each slot. A call that is made again without a rank counts once.
+                placement int32 [slots_per_rank], of each slot. A call that is made again without a rank
+                counts once; each replay of a graph counts.
             out: bfloat16 [T, H] to write to, or None for a new tensor.
 
         Returns:
@@ -659,7 +661,7 @@ class MegaMoE:
         return self._experts.trace()
 
     def check(self) -> None:
-        """Wait for all calls and graph replays, and raise the errors that they left behind."""
+        """Wait for all calls and graph replays, and raise what they left behind, as ``Communicator.check`` does."""
         self.comm.check()
 
     def close(self) -> None:

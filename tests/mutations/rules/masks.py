@@ -193,6 +193,15 @@ ANEW = (f"{LAUNCHES}memory_that_is_made_anew",)
 LAYERS = (
     M("layers-on-old-memory", "a MegaMoE goes on in memory from before a loss",
       "backends.peers.backend:NvlinkBackend._make_memory", "self._fused.is_stale = True", "pass", *ANEW),
+    M("arrivals-of-calls-in-vain", "GEMM1 takes rows of a call that was in vain for those that it waits for",
+      "backends.peers.fused:FusedLayerCalls.count_in", "[self.arrived, *counts]", "[*counts]",
+      f"{OF_A_LAYER}a_killed_rank_is_masked"),
+    M("counts-of-calls-in-vain", "kernels of a MegaMoE wait for rows and tiles of a call that was in vain",
+      "backends.peers.fused:FusedLayerCalls.count_in", "[self.arrived, *counts]", "[self.arrived]",
+      f"{OF_A_LAYER}a_killed_rank_is_masked"),
+    M("counts-of-inference-mode", "a MegaMoE whose first call was in inference mode cannot go on outside of it",
+      "backends.peers.fused:FusedLayerCalls.begin_anew", "torch.inference_mode()", "torch.no_grad()",
+      f"{OF_A_LAYER}a_killed_rank_is_masked_in_any_mode"),
     M("graphs-lose-a-layers-memory", "a MegaMoE makes its memory anew in place of what graphs use",
       f"{EXPERTS}._renew", "self._unmade_memory()", "self._memory", *ANEW),
     M("graphs-lose-a-layers-windows", "a MegaMoE lets go of maps and claims of tiles that graphs use",
@@ -213,7 +222,9 @@ LAYERS = (
     M("repeated-and-counted-again", "a call that is made again counts routes twice", f"{EXPERTS}.forward",
       "counted.zero_()", "engine.masked or counted.zero_()", f"{OF_A_LAYER}a_killed_rank_is_masked[gemm1]"),
     M("repeated-from-its-result", "a call that is made again reads x where its result lies", f"{EXPERTS}.forward",
-      "counted, None, schedule", "counted, out, schedule", f"{OF_A_LAYER}a_killed_rank_is_masked[sum]"),
+      "self._launch(sequence, None, x, topk_ids, topk_weights, counted, None, schedule, after_stage)",
+      "self._launch(sequence, None, x, topk_ids, topk_weights, counted, out, schedule, after_stage)",
+      f"{OF_A_LAYER}a_killed_rank_is_masked[sum]"),
     M("repeated-and-told-by-nothing", "a rank that fails as a call is made again ends the others' communicator",
       f"{EXPERTS}.forward", "sequence.upcoming[:] = self.upcoming", "pass",
       f"{OF_A_LAYER}a_fault_in_the_repeated_call[late]"),
@@ -221,7 +232,7 @@ LAYERS = (
       f"{EXPERTS}._launch", "self._calls.late is None", "True",
       f"{OF_A_LAYER}a_fault_where_late_ranks_are_masked[sum]"),
     M("back-with-another-recipe", "a rank comes back to a MegaMoE whose rows lie elsewhere", f"{EXPERTS}._make_memory",
-      '"recipe": self._recipe', '"recipe": ""', f"{OF_A_LAYER}a_rank_comes_back_with_another_recipe"),
+      "self._recipe", "''", f"{OF_A_LAYER}a_rank_comes_back_with_another_recipe"),
 )
 
 MUTATIONS = AGREEMENT + TRANSFERS + MEMORY + REPEATED + KERNELS + LAYERS

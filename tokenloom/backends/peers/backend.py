@@ -101,6 +101,7 @@ class NvlinkBackend:
             self._mask_late_ranks()
         self._make_memory()
 
+    @torch.inference_mode(False)  # a call in it may be the one that makes memory anew, and others write to it
     def _make_memory(self, first_call: int = 0, known_losses: int | None = None) -> None:
         """Make memory that all ranks which take part share, and all that knows where it is. Collective.
 

@@ -132,8 +132,9 @@ class FusedLayerCalls:
 
     def begin_anew(self) -> None:
         """Let all counts begin at zero, behind calls that were in vain. Nothing runs on any rank."""
-        for each in self._counts:
-            each.zero_()
+        with torch.inference_mode():  # some were made in it, if the first call was
+            for each in self._counts:
+                each.zero_()
 
     def keep(self, *used: object) -> None:
         """Let graphs that capture calls keep these alive, which the calls use."""
