@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tokenloom as tl
+from tokenloom.backends.peers import backend as backend_module
 from tokenloom.backends.peers import opening
 from tokenloom.backends.peers.backend import NvlinkBackend
 from tokenloom.backends.peers.late_ranks import LateRanks
@@ -79,7 +80,8 @@ class Maker:
         self._others = others
         self.meetings: list[Callable[[], None]] = []
         self.replays: list[Callable[[], None]] = []
-        self.dispatcher: Any = SimpleNamespace(shared=SimpleNamespace(overflow=None))
+        buffers = SimpleNamespace(turns_of_dispatches=(3, 5))
+        self.dispatcher: Any = SimpleNamespace(shared=SimpleNamespace(overflow=None, buffers=buffers))
         self.combiner: Any = None
         fault = SimpleNamespace(give_up=lambda peers, cause: others.happened.append("give up"))
         outcomes = SimpleNamespace(known_losses=0, fault=fault)
@@ -328,10 +330,49 @@ def test_replays_after_a_loss(others: Others, late: LateRanks) -> None:
     assert others.happened == ["give up", "ended/0", "remake"]
 
 
+def test_graphs_of_memory_that_is_gone(others: Others, maker: Maker, late: LateRanks) -> None:
+    """All ranks hear of it at the next check, be it that a call has made memory anew, or a check that others ended."""
+    maker.keeps, others.num_losses = False, 1
+    assert late.call(Call(others)) == RESULT
+    others.happened.clear()
+    with pytest.raises(tl.PeerError, match="memory was made anew, so capture again"):
+        late.check()
+    assert others.happened == []
+    late.check()
+    maker.meetings, others.losses, others.ended = [raising(EXPIRED)], [frozenset({0})], [3]
+    late.check()
+    with pytest.raises(tl.PeerError, match="memory was made anew, so capture again"):
+        late.check()
+    late.check()
+
+
+def test_an_error_of_replays_that_others_have_raised(others: Others, maker: Maker, late: LateRanks) -> None:
+    """This rank raises it too, though it has not met them."""
+    maker.replays, maker.meetings = [raising(tl.CapacityOverflow(7, 6, sent=True))], [raising(EXPIRED)]
+    others.losses, others.ended = [frozenset({0})], [1]
+    with pytest.raises(tl.CapacityOverflow):
+        late.check()
+
+
+def test_turns_of_a_call_in_vain(others: Others, maker: Maker, late: LateRanks) -> None:
+    """It takes no turn of receive buffers: what the dispatch before it gave out lasts until the second next one."""
+    shared, turns = maker.dispatcher.shared, []
+
+    def make() -> None:
+        turns.append(shared.buffers.turns_of_dispatches)
+        shared.buffers.turns_of_dispatches = (4, 5)
+        if len(turns) == 1:
+            raise EXPIRED
+
+    late.call(make)
+    assert turns == [(3, 5)] * 2
+    assert shared.buffers.turns_of_dispatches == (4, 5)
+
+
 def test_replays_that_expire_without_a_reason(others: Others, maker: Maker, late: LateRanks) -> None:
     """They are made again too, and nobody is named."""
     maker.replays = [raising(EXPIRED)]
-    with pytest.raises(tl.PeerError, match="a wait has expired, and replays are void: replay again"):
+    with pytest.raises(tl.PeerError, match="ranks were lost, and replays are void: replay again"):
         late.check()
 
 
@@ -345,38 +386,49 @@ def test_replays_of_a_group_that_is_broken(others: Others, maker: Maker, late: L
 # -- memory behind a loss -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ended", [([0], True), ([], True), ([0], False)], ids=["ended", "lives", "lives for another"])
-def test_memory_that_is_kept(ended: tuple[list[int], bool]) -> None:
-    """Where all ranks know that the processes of the lost ones have ended, and once nothing runs any more."""
-    here, elsewhere = ended
+@pytest.mark.parametrize(
+    ("here", "elsewhere", "sizes"),
+    [([0], True, [[2, 64]]), ([], True, [[2, 64]]), ([0], False, [[2, 64]]), ([0], True, [])],
+    ids=["ended", "lives", "lives for another", "has not all"],
+)
+def test_memory_that_is_kept(
+    here: list[int], elsewhere: bool, sizes: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all ranks know that the processes of the lost ones have ended, and have the same buffers, once nothing
+    runs any more. Rank 2 was masked by hand, and lives."""
+    monkeypatch.setattr(backend_module, "ENDING_S", 0.0)
     happened: list[Any] = []
 
     def gather(own: list[Any], phase: str) -> list[Any]:
         happened.append("gather")
-        return [own, [9, 40, elsewhere], None]  # of the rank that is lost there is none
+        return [own, [9, 40, elsewhere, sizes], None]  # of the rank that is lost there is none
 
     ranks = SimpleNamespace(
-        num_losses=2, masked=frozenset({0, 2}), all_gather_object=gather, settle=lambda name, value, phase: value
+        num_losses=2,
+        masked=frozenset({0, 2}),
+        lost=frozenset({0, 5}),
+        all_gather_object=gather,
+        settle=lambda name, value, phase: value,
     )
     launcher = SimpleNamespace(
         outcomes=SimpleNamespace(known_losses=1),
-        masked=frozenset({2}),
+        has_graphs=True,
         num_calls=7,
         epoch=41,
         await_work=lambda: happened.append("idle"),
-        control=SimpleNamespace(ended_ranks=lambda: here),
+        control=SimpleNamespace(ended_ranks=lambda: here, others=frozenset({0, 1})),
         resume=lambda *given: happened.append(given),
         close=lambda buffers: happened.append("close"),
     )
     backend: Any = SimpleNamespace(
         _ranks=ranks,
         _launcher=launcher,
-        _buffers=SimpleNamespace(take_all=list),
+        _buffers=SimpleNamespace(take_all=list, sizes=lambda: [[2, 64]]),
         _fused=SimpleNamespace(begin_anew=lambda: happened.append("counts")),
         _make_memory=lambda *given: happened.append(given),
         _dispatcher=SimpleNamespace(shared=SimpleNamespace(overflow=None)),
     )
-    kept = bool(here) and elsewhere
+    kept = bool(here and elsewhere and sizes)
     assert NvlinkBackend.remake(backend) is kept
     assert happened == ["idle", "gather", *(["counts", (9, (41, 40), 2, [0, 2])] if kept else ["close", (9, 1)])]
 

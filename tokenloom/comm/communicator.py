@@ -652,8 +652,8 @@ class Communicator:
 
         Raises:
             CapacityOverflow: a bounded dispatch dropped rows (raised once).
-            PeerError, PlanMismatch, PeerTimeout: an earlier call failed. With ``on_timeout="mask"``, PeerError: ranks
-                were masked, and CUDA graphs may have been replayed in vain; all ranks replay again.
+            PeerError, PlanMismatch, PeerTimeout: an earlier call failed. With ``on_timeout="mask"`` on "nvlink" all
+                ranks check alike, and PeerError says that CUDA graphs were replayed in vain: all replay again.
             CommunicatorBroken: closed, or an earlier call timed out.
         """
         self.engine.check("everything")

@@ -320,6 +320,11 @@ class RankGroup:
         return self._watch.masks_late
 
     @property
+    def lost(self) -> frozenset[int]:
+        """Those of the masked ranks that did not come when they were awaited."""
+        return self._membership.lost
+
+    @property
     def num_losses(self) -> int:
         """How often ranks have been lost, as far as this one has looked. All see the same, in the same order."""
         return self._membership.num_losses

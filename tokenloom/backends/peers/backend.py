@@ -48,6 +48,7 @@ from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.devices import usable_sms
 from tokenloom.runtime.rank_group import RankGroup
+from tokenloom.runtime.store_notes import poll
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 from tokenloom.runtime.topology import Topology, host_identity
 
@@ -55,6 +56,8 @@ T = TypeVar("T")
 
 ALONE = 2
 """Times as many SMs for a combine beside which nothing is computed, of at most half: NCCL, too, waits for SMs."""
+ENDING_S = 1.0
+"""How long a process that was lost may take to end, before it counts as one that lives."""
 CLOSING_S = 0.1
 """How long the driver may take to end the kernels of a process that has ended."""
 NUMBER_BITS = 40
@@ -188,12 +191,14 @@ class NvlinkBackend:
         ranks, before, overflow = self._ranks, self._launcher, self._dispatcher.shared.overflow
         known, losses, masked = before.outcomes.known_losses, ranks.num_losses, ranks.masked
         before.await_work()
-        have_ended = masked - before.masked <= {*before.control.ended_ranks()}
+        lost = ranks.lost & before.control.others
+        have_ended = poll(lambda: lost <= {*before.control.ended_ranks()}, ENDING_S)
         if have_ended:
             time.sleep(CLOSING_S)
-        told = ranks.all_gather_object([before.num_calls, before.epoch, have_ended], PHASE)
-        numbers, epochs, ended = zip(*(each for each in told if each is not None), strict=True)
-        losses, gone, is_kept = ranks.settle(f"kept/{known}", [losses, sorted(masked), all(ended)], PHASE)
+        told = ranks.all_gather_object([before.num_calls, before.epoch, have_ended, self._buffers.sizes()], PHASE)
+        numbers, epochs, ended, sizes = zip(*(each for each in told if each is not None), strict=True)
+        alike = all(each == sizes[0] for each in sizes)  # not where ranks were lost while some made memory
+        losses, gone, is_kept = ranks.settle(f"kept/{known}", [losses, sorted(masked), alike and all(ended)], PHASE)
         if is_kept:
             if self._fused is not None:
                 self._fused.begin_anew()
@@ -202,7 +207,7 @@ class NvlinkBackend:
             before.close(self._buffers.take_all())
             self._make_memory(max(numbers), known)
             self._dispatcher.shared.overflow = overflow
-        return bool(is_kept)
+        return bool(is_kept) or not before.has_graphs
 
     def fused_layer(self, num_shared_experts: int, recipe: str) -> FusedLayerCalls:
         """Serve one MegaMoE from now on, and nobody else, on the memory of now."""

@@ -318,6 +318,19 @@ class Buffers(DispatchCount):
         self._least_rows = receive_rows(plan)
         self._is_eager, self.turns = sends_before_opening(plan), num_turns(plan)
 
+    @property
+    def turns_of_dispatches(self) -> tuple[int, int]:
+        """How many dispatches there were, which says whose turn is next: of usual rows, and of narrow ones."""
+        return self.num_dispatches, self.narrow.num_dispatches
+
+    @turns_of_dispatches.setter
+    def turns_of_dispatches(self, turns: tuple[int, int]) -> None:
+        self.num_dispatches, self.narrow.num_dispatches = turns
+
+    def sizes(self) -> list[list[int]]:
+        """Bytes of a value, and of all, of each buffer that there is, in the same order on all ranks that have it."""
+        return sorted([value_bytes, each.layout.total_bytes] for (_, value_bytes), each in self._buffers.items())
+
     def serve_fused_layer(self, num_shared_experts: int, recipe: str) -> None:
         """From now on: one buffer, with room for the rows of the worst routing."""
         own = num_shared_experts * self._plan.max_tokens_per_rank

@@ -57,7 +57,7 @@ class Remakes(Protocol):
         """Make new memory with the ranks that are left, or keep the memory if nobody else writes to it. Collective.
 
         Returns:
-            Whether it was kept.
+            Whether graphs go on: false if some were captured with memory that was not kept.
         """
 
 
@@ -93,6 +93,7 @@ class LateRanks:
     def __init__(self, ranks: RankGroup, maker: Remakes) -> None:
         self._ranks, self._maker = ranks, maker
         self._ended = self._settled = 0
+        self._captures_again = False
 
     def call(self, make: Callable[[], T]) -> T:
         """Make a call; all ranks make the same one.
@@ -108,9 +109,11 @@ class LateRanks:
         self._ranks.look(if_due=True)
         number, made, in_vain = self._ended + 1, None, 0
         overflow = self._maker.dispatcher.shared.overflow
+        turns = self._maker.dispatcher.shared.buffers.turns_of_dispatches
         while self._ended < number:
             if not self._is_stale():
-                made, self._maker.dispatcher.shared.overflow = None, overflow
+                shared = self._maker.dispatcher.shared
+                made, shared.overflow, shared.buffers.turns_of_dispatches = None, overflow, turns
                 try:
                     with self._ranks.in_vain_after(self._known_losses):
                         made = _Made(make)
@@ -153,13 +156,15 @@ class LateRanks:
     def check(self) -> None:
         """Wait for replays of graphs, and raise what they left. All ranks call it alike.
 
+        Replays and other calls do not mix between two checks: a call that finds a loss knows of no replay before it.
+
         Raises:
             PeerError: ranks were lost in them, so all ranks make again what they have replayed since the last time.
+                Or memory was made anew since then, here or in another call, so all capture their graphs again.
         """
         self._ranks.look()
-        number = self._ended + 1
-        if not self._is_stale():
-            made = None
+        number, made = self._ended + 1, None
+        if not self._is_stale() and not self._captures_again:
             try:
                 with self._ranks.in_vain_after(self._known_losses):
                     made = _Made(lambda: self._maker.launcher.check("everything"))
@@ -170,16 +175,19 @@ class LateRanks:
                 self._find_late(timeout, 0)
             if not self._is_stale():
                 self._has_ended(number)
-                assert made is not None, "a wait that expires is a loss, be it of nobody"
-                made.give()
-                return
-        known = self._maker.launcher.masked
-        is_kept = self._go_on()
-        if self._ended < number:
+        lost: list[int] = []
+        if self._is_stale():
+            known = self._maker.launcher.masked
+            self._go_on()
             lost = sorted(self._ranks.masked - known)
-            who = f"rank(s) {lost} are masked by now" if lost else "a wait has expired"
-            again = "replay again" if is_kept else "since a rank lives, memory was made anew, so capture again"
-            raise PeerError(lost[0] if lost else self._ranks.rank, f"{who}, and replays are void: {again}")
+        if self._ended >= number:
+            if made is not None:
+                made.give()
+            return
+        who = f"rank(s) {lost} are masked by now" if lost else "ranks were lost"
+        again = "since one lives, memory was made anew, so capture again" if self._captures_again else "replay again"
+        self._captures_again = False
+        raise PeerError(lost[0] if lost else self._ranks.rank, f"{who}, and replays are void: {again}")
 
     def begin_anew(self) -> None:
         """Ranks came back, which have counted nothing."""
@@ -222,14 +230,14 @@ class LateRanks:
             raise ranks.fail(timeout.phase, f"all ranks are there, but calls have expired {in_vain + 1} times")
         return in_vain + 1
 
-    def _go_on(self) -> bool:
-        """Settle with the others what has ended, and make new memory; whether that was not needed."""
+    def _go_on(self) -> None:
+        """Settle with the others what has ended, and make new memory where that is needed."""
         outcomes = self._maker.launcher.outcomes
         outcomes.fault.give_up([], "the others go on without a rank")  # this rank's kernels may still wait
         name = f"ended/{self._settled}"  # not of the losses: it is settled again if there was no room for new memory
         self._settled += 1
         self._has_ended(self._ranks.settle_losses(PHASE, name))
-        return self._maker.remake()
+        self._captures_again |= not self._maker.remake()
 
 
 class DispatchUntilDone:

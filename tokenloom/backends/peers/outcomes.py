@@ -213,7 +213,10 @@ class Outcomes:
             if self.known_losses is None:
                 self._ranks.require_none_failed()
                 self._ranks.mark_broken(timeout)
-            raise timeout
+            try:
+                raise timeout
+            finally:
+                del timeout  # else it holds this frame, and so what its callers have lent
 
     def _raise_outcome(self, call: InFlight) -> None:
         outcome = self._records.take(call.slot)
