@@ -83,7 +83,10 @@ class Maker:
         buffers = SimpleNamespace(turns_of_dispatches=(3, 5))
         self.dispatcher: Any = SimpleNamespace(shared=SimpleNamespace(overflow=None, buffers=buffers))
         self.combiner: Any = None
-        fault = SimpleNamespace(give_up=lambda peers, cause: others.happened.append("give up"))
+        self.replayed_in_vain = False
+        fault = SimpleNamespace(
+            give_up=lambda peers, cause: others.happened.append("give up"), is_set=lambda: self.replayed_in_vain
+        )
         outcomes = SimpleNamespace(known_losses=0, fault=fault)
         control = SimpleNamespace(ended_ranks=lambda: [0, 2])
         self.launcher: Any = SimpleNamespace(
@@ -342,6 +345,16 @@ def test_graphs_of_memory_that_is_gone(others: Others, maker: Maker, late: LateR
     maker.meetings, others.losses, others.ended = [raising(EXPIRED)], [frozenset({0})], [3]
     late.check()
     with pytest.raises(tl.PeerError, match="memory was made anew, so capture again"):
+        late.check()
+    late.check()
+
+
+def test_a_call_behind_replays_in_vain(others: Others, maker: Maker, late: LateRanks) -> None:
+    """Users are to check before it. If they do not, they hear of the replays later, where this rank knows of them."""
+    maker.replayed_in_vain = True
+    assert late.call(Call(others)) == RESULT
+    maker.replayed_in_vain = False
+    with pytest.raises(tl.PeerError, match="replay again"):
         late.check()
     late.check()
 

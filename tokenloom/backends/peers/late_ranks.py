@@ -36,6 +36,7 @@ from tokenloom.runtime.rank_group import RankGroup
 T = TypeVar("T")
 
 PHASE = "going on without ranks"
+REPLAY, CAPTURE = "replay again", "since one lives, memory was made anew, so capture again"
 
 
 class Remakes(Protocol):
@@ -93,7 +94,8 @@ class LateRanks:
     def __init__(self, ranks: RankGroup, maker: Remakes) -> None:
         self._ranks, self._maker = ranks, maker
         self._ended = self._settled = 0
-        self._captures_again = False
+        self._again = ""
+        """What the next check tells users to do again; nothing."""
 
     def call(self, make: Callable[[], T]) -> T:
         """Make a call; all ranks make the same one.
@@ -110,6 +112,8 @@ class LateRanks:
         number, made, in_vain = self._ended + 1, None, 0
         overflow = self._maker.dispatcher.shared.overflow
         turns = self._maker.dispatcher.shared.buffers.turns_of_dispatches
+        if self._maker.launcher.outcomes.fault.is_set():  # a replay has expired, which nobody has asked for
+            self._again = self._again or REPLAY
         while self._ended < number:
             if not self._is_stale():
                 shared = self._maker.dispatcher.shared
@@ -156,7 +160,7 @@ class LateRanks:
     def check(self) -> None:
         """Wait for replays of graphs, and raise what they left. All ranks call it alike.
 
-        Replays and other calls do not mix between two checks: a call that finds a loss knows of no replay before it.
+        Replays and other calls do not mix between two checks: a rank does not know of each replay in vain elsewhere.
 
         Raises:
             PeerError: ranks were lost in them, so all ranks make again what they have replayed since the last time.
@@ -164,7 +168,7 @@ class LateRanks:
         """
         self._ranks.look()
         number, made = self._ended + 1, None
-        if not self._is_stale() and not self._captures_again:
+        if not self._is_stale() and not self._again:
             try:
                 with self._ranks.in_vain_after(self._known_losses):
                     made = _Made(lambda: self._maker.launcher.check("everything"))
@@ -185,8 +189,7 @@ class LateRanks:
                 made.give()
             return
         who = f"rank(s) {lost} are masked by now" if lost else "ranks were lost"
-        again = "since one lives, memory was made anew, so capture again" if self._captures_again else "replay again"
-        self._captures_again = False
+        again, self._again = self._again or REPLAY, ""
         raise PeerError(lost[0] if lost else self._ranks.rank, f"{who}, and replays are void: {again}")
 
     def begin_anew(self) -> None:
@@ -237,7 +240,8 @@ class LateRanks:
         name = f"ended/{self._settled}"  # not of the losses: it is settled again if there was no room for new memory
         self._settled += 1
         self._has_ended(self._ranks.settle_losses(PHASE, name))
-        self._captures_again |= not self._maker.remake()
+        if not self._maker.remake():
+            self._again = CAPTURE
 
 
 class DispatchUntilDone:
