@@ -404,6 +404,20 @@ def test_memory_that_is_made_anew(launches: Launches, made: StandIns) -> None:
         assert before["gemm1"].claimed != launches["gemm1"].claimed
 
 
+def test_counts_of_calls_in_vain(launches: Launches) -> None:
+    """In memory that is kept behind a loss: all that kernels add to, and wait for, is 0 as in a first call."""
+    layer = make_layer()
+    layer.use_weights(*new_weights())
+    call(layer)
+    experts: Any = layer._experts
+    calls, memory, gemms = experts._calls, experts._memory, experts._gemms
+    counts = [calls.arrived, memory.expected, memory.counted, memory.block_counts, gemms.claimed]
+    for each in counts:
+        each.fill_(1)
+    calls.begin_anew()
+    assert not any(each.any() for each in counts)
+
+
 def test_old_memory_is_free_for_new(launches: Launches, made: StandIns) -> None:
     """The layer lets go of its own before it makes other: both may be too large for a GPU."""
     layer = make_layer()
