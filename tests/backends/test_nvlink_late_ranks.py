@@ -21,9 +21,10 @@ from tests.backends.test_nvlink_masks import BACKEND, PROBLEM, pair
 from tests.comm.test_masks import LAYOUTS, each_layout, options_of, without
 from tests.conftest import Ranks
 from tests.support import emulator
-from tests.support.cases import Problem, make_comm, make_problem, same_bits, same_routed
+from tests.support.cases import Problem, make_comm, make_problem, same_bits, same_bytes, same_routed
 from tests.support.on_ranks import on_ranks
 from tokenloom import reference
+from tokenloom.backends.peers.buffers import Buffers
 from tokenloom.backends.peers.handle import PeerHandle
 from tokenloom.backends.peers.opening import Launcher
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
@@ -201,6 +202,26 @@ def check_in_meeting(context: RankContext) -> None:
     same_routed(routed, problem.dispatched("token")[context.rank], problem.plan)
     assert comm.masked_ranks() == ([0] if context.rank == last else [])
     pair(context, comm, problem, [0], "expert")
+
+
+@on_ranks("several")
+@ONLY_EMULATED
+@torch.no_grad()
+def test_views_of_the_dispatch_before(context: RankContext) -> None:
+    """A call that is made again takes one turn of receive buffers: rows of the one before stay, and come home."""
+    comm, problem = make(context)
+    x, ids, weights = problem.arguments(context)
+    assert isinstance(x, torch.Tensor)
+    pair(context, comm, problem, [], "token")
+    first = comm.dispatch(x, ids, weights, layout="token", sizes="bounded")
+    number = int(first.num_rows)
+    before = first.tokens[:number].clone()
+    if context.rank == 0:
+        end(context)
+    comm.dispatch(x * 2, ids, weights, layout="token", sizes="bounded")
+    assert comm.masked_ranks() == [0]
+    same_bytes(first.tokens[:number], before, "rows")
+    comm.combine(first.tokens, first)
 
 
 @on_ranks("several")
@@ -422,6 +443,29 @@ def check_not_all_make(context: RankContext, layout: str) -> None:
     comm, problem = make(context)
     for _ in range(2):
         pair(context, comm, problem, [], layout)
+
+
+@ONLY_EMULATED
+def test_memory_that_not_all_have_made(several: Ranks) -> None:
+    """One rank hears of a loss in the last word of making memory, which it gives back. So all make it anew."""
+    from tests.support.emulator import group as emulated
+
+    real, times = Buffers._make, [0]
+
+    def make_some(self: Buffers, *args: Any) -> Any:
+        found = real(self, *args)
+        if emulated.here.rank == several.num_ranks - 1:
+            times[0] += 1
+            if times[0] == 1:
+                self._buffers.clear()
+                ranks = self._launcher.ranks
+                ranks._watch.lose(set(), "the test", 0, "the test")
+                raise tl.PeerTimeout(ranks.rank, [], "mapping shared memory", 0, "the others go on without a rank")
+        return found
+
+    with mock.patch.object(Buffers, "_make", make_some):
+        several.run(check_not_all_make, "token")
+    assert times[0] >= 2
 
 
 @ONLY_EMULATED
