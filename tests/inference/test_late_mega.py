@@ -558,10 +558,9 @@ def check_another_recipe(context: RankContext) -> None:
 
 
 @on_ranks("several")
+@pytest.mark.skipif(not emulator.ON, reason="test_late_mega_on_gpus.py has graphs of GPUs")
 def test_graphs_from_before(context: RankContext) -> None:
     """They leave the rank out still, in memory of their own, between calls that have it again."""
-    if not emulator.ON:
-        pytest.skip("test_late_mega_on_gpus.py has graphs of GPUs")
     from tests.support.emulator.graphs import capture
 
     gone = 0
