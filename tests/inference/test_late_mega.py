@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import tokenloom as tl
+from tests.backends.test_nvlink_masks import meet
 from tests.comm.test_placed_masks import replicated
 from tests.conftest import Ranks
 from tests.inference.test_placed_mega import PLACED, TINY, plan_of
@@ -86,6 +87,7 @@ class Wanted:
             self.by_masked[tuple(gone)] = out
         mega.check()
         mega.close()
+        meet(context)  # who is left may have compiled kernels meanwhile
 
     def make(self, **options: Any) -> tl.MegaMoE:
         options = {"timeout_s": LONG_S} | options
