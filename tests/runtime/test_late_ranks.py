@@ -21,6 +21,7 @@ from tests.runtime.test_rank_group import (
     GoneStore,
     Pools,
     call,
+    in_time,
     on_group,
     open_call,
     run,
@@ -37,6 +38,13 @@ MASKED_S = TIMEOUT_S + membership.ROLL_CALL_S + waiting.LOOK_EVERY_S + 6.0
 """A rank that does not come is masked within its deadline, a roll call, a look, and what a busy machine needs."""
 
 
+def begin_in_time(ranks: RankGroup) -> None:
+    """Late ranks are masked from now on. Until here none is late, however busy the machine is."""
+    with in_time(ranks):
+        ranks.mask_late()
+        together(ranks, ALL)
+
+
 @pytest.mark.parametrize("late", mostly_slow([0, 2], [0]))
 def test_late(pools: Pools, late: int) -> None:
     """The others mask it and go on, all with the same; it is told so when it comes."""
@@ -46,8 +54,7 @@ def test_late(pools: Pools, late: int) -> None:
 
 def check_late(ranks: RankGroup, late: int) -> float:
     """Returns: how long this rank waited for the late one, in seconds."""
-    ranks.mask_late()
-    together(ranks, ALL)
+    begin_in_time(ranks)
     there = [rank for rank in ALL if rank != late]
     if ranks.rank == late:
         when_done(ranks, there)
@@ -158,8 +165,7 @@ def test_transfers_that_nobody_waits_for(ranks: RankGroup, how: str) -> None:
 @pytest.mark.slow
 def test_who_is_held_up_is_not_late(ranks: RankGroup) -> None:
     """A rank that waits for a late one itself is not masked with it, although others wait for both as long."""
-    ranks.mask_late()
-    together(ranks, ALL)
+    begin_in_time(ranks)
     if ranks.rank == 3:
         when_done(ranks, [0, 1, 2])
         return
@@ -176,8 +182,7 @@ def test_who_is_held_up_is_not_late(ranks: RankGroup) -> None:
 @pytest.mark.parametrize("how", ["close", "abort"])
 def test_who_leaves_is_masked_at_once(ranks: RankGroup, how: str) -> None:
     """A rank that closes its communicator, or fails in the middle of a call, will not come."""
-    ranks.mask_late()
-    together(ranks, ALL)
+    begin_in_time(ranks)
     if ranks.rank == 0:
         ranks.close() if how == "close" else ranks.abort(ValueError("the test"))
         return
@@ -201,8 +206,7 @@ def test_several_one_after_the_other(ranks: RankGroup) -> None:
 @pytest.mark.slow
 def test_two_at_once(ranks: RankGroup) -> None:
     """Whoever decides first masks one or both; in the end all agree."""
-    ranks.mask_late()
-    together(ranks, ALL)
+    begin_in_time(ranks)
     if ranks.rank in (0, 3):
         when_done(ranks, [1, 2])
         return
@@ -215,8 +219,7 @@ def test_two_at_once(ranks: RankGroup) -> None:
 @pytest.mark.slow
 def test_a_mask_beside_a_late_rank(ranks: RankGroup) -> None:
     """Users mask a rank while only some know of another one that it is late, and mask both when they know."""
-    ranks.mask_late()
-    together(ranks, ALL)
+    begin_in_time(ranks)
     if ranks.rank > 1:
         when_done(ranks, [0, 1])
         return
@@ -256,8 +259,7 @@ def test_everybody_sees_the_same_rows(pools: Pools, reached: list[int]) -> None:
 
 
 def check_same_rows(ranks: RankGroup, reached: list[int]) -> list[int]:
-    ranks.mask_late()
-    together(ranks, ALL)
+    begin_in_time(ranks)
     if ranks.rank == 3:
         with reaches(ranks, reached):
             transfer = ranks.start_all_gather(torch.tensor([3]), "test")
@@ -278,8 +280,7 @@ def test_who_holds_a_row_may_end_too(pools: Pools) -> None:
 
 
 def check_holder_ends(ranks: RankGroup) -> list[int]:
-    ranks.mask_late()
-    together(ranks, ALL)
+    begin_in_time(ranks)
     if ranks.rank == 3:
         with reaches(ranks, [0]):
             transfer = ranks.start_all_gather(torch.tensor([3]), "test")
@@ -315,8 +316,7 @@ def test_dead_process(delay_s: float) -> None:
 
 def check_death(context: RankContext, dying: int, delay_s: float) -> None:
     ranks = RankGroup(context.group, timeout_s=60.0)
-    ranks.mask_late()
-    together(ranks, ALL)
+    begin_in_time(ranks)
     if context.rank == dying:
         time.sleep(delay_s)
         os._exit(7)
