@@ -72,6 +72,8 @@ def test_sums_are_alike_on_all_ranks(context: RankContext) -> None:
                 stats.sum_over_ranks(comm)
         stats = tl.ExpertStats(3 * num_ranks, device=context.device)
         stats.add(ids_of([context.rank, context.rank, 0]).to(context.device))
+        with pytest.raises(tl.InvalidArgument, match=r"ranks is a str, expected a tokenloom\.Communicator"):
+            stats.sum_over_ranks("all")  # type: ignore[arg-type]
         assert stats.sum_over_ranks(comm).tolist() == expected[:-1] + [0] * (2 * num_ranks)
         assert int(stats.counts().sum()) == 3, "own counts stay own"
 

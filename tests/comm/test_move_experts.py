@@ -145,9 +145,14 @@ def test_refusals(context: RankContext) -> None:
         ([tensors[0][:2]], tl.ShapeMismatch, r"tensors\[0\] is \[2\], expected \[4, ...\]"),
         ([*tensors[:2], tensors[2].T.contiguous().T], tl.ShapeMismatch, r"tensors\[2\] has strides"),
         ([3.0], tl.InvalidArgument, r"tensors\[0\] is a float"),
+        (torch.zeros(4, 4), tl.InvalidArgument, r"tensors is a Tensor, expected a list of tensors \[4, ...\]"),
     ):
         given = mine if here else tensors
         _only_on(last, context, lambda given=given: move(given), error, match, "rank|tensors")
+    with pytest.raises(tl.InvalidArgument, match=f"stale is 1, expected a list of ranks 0..{last}"):
+        move(stale=1)
+    with pytest.raises(tl.InvalidArgument, match=r"comm is a str, expected a tokenloom\.Communicator"):
+        tl.move_experts("comm", tensors, wanted)  # type: ignore[arg-type]
     with pytest.raises(tl.PlanMismatch, match="bytes of each tensor's slot"):
         move(tensors[:-1] if here else tensors)
     with pytest.raises(tl.PlanMismatch, match="piece_bytes"):

@@ -82,6 +82,7 @@ def test_default() -> None:
         ([[0], [-2]], 1, tl.InvalidArgument, r"table\[1, 0\] is -2, expected"),
         ([0, 1], 2, tl.ShapeMismatch, r"table is \[2\], expected \[ranks, slots of a rank\]"),
         (torch.empty(1, 0, dtype=torch.int64), 1, tl.ShapeMismatch, r"table is \[1, 0\], expected"),
+        ([[]], 1, tl.ShapeMismatch, r"table is \[1, 0\], expected"),
         ([[0.0]], 1, tl.InvalidArgument, "table is torch.float32, expected integers"),
         ([[True]], 1, tl.InvalidArgument, "table is torch.bool, expected integers"),
         ([[0], [1, 2]], 3, tl.InvalidArgument, r"expected integers \[ranks, slots of a rank\]"),
@@ -101,6 +102,14 @@ def test_expert_out_of_range() -> None:
     for expert in (-1, 4):
         with pytest.raises(tl.InvalidArgument, match=f"expert is {expert}, expected 0..3"):
             tl.Placement(TABLE, num_experts=4).slots_of(expert)
+
+
+def test_rank_out_of_range() -> None:
+    """Likewise."""
+    placement = tl.Placement(TABLE, num_experts=4)
+    for rank in (-1, placement.num_ranks):
+        with pytest.raises(tl.InvalidArgument, match=f"rank is {rank}, expected 0..{placement.num_ranks - 1}"):
+            placement.experts_of(rank)
 
 
 # -- who gets which route ---------------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ def test_restored(context: RankContext) -> None:
     comm = placed_comm(context, hot=True)
     tensors, last = held(comm), context.num_ranks - 1
     assert tl.restore_experts(comm, tensors, of_expert) == []
+    with pytest.raises((tl.InvalidArgument, tl.PeerError), match="restore is a dict, expected a function"):
+        tl.restore_experts(comm, tensors, {} if context.rank == last else of_expert)  # type: ignore[arg-type]
     if context.rank == last:
         return
     comm.mask_ranks([last])

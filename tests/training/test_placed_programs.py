@@ -179,6 +179,23 @@ def test_layers_of_one_communicator(context: RankContext) -> None:
 
 
 @on_ranks
+def test_an_optimizer_that_was_left_out(context: RankContext) -> None:
+    """Its states come from where they were left, however often experts were placed meanwhile."""
+    program = placed_program(context, "plain", placement=placement_of(context, 1))
+    program.train(2)
+    want = everything(program)
+    layer = program.model.moe
+    for seed in (2, 3):
+        tl.place_experts(program.model, placement_of(context, 1, seed=seed))
+    with pytest.raises(tl.InvalidArgument, match="placed anew without this optimizer"):
+        program.optimizer.step()
+    tl.place_experts(program.model, layer.comm.placement, program.optimizer)
+    assert_same(everything(program), want)
+    tl.place_experts(program.model, placement_of(context, 1, seed=4), program.optimizer)
+    assert_same(everything(program), want)
+
+
+@on_ranks
 def test_moved_in_pieces(context: RankContext) -> None:
     """For serving: calls go on between the pieces, and a state dict of any stage is the same."""
     layer = make_layer(CASE, context.group, spare_slots=1, device=context.device)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tokenloom.comm.communicator import Communicator
-from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
+from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch, require_type
 
 
 def max_vio(expert_counts: torch.Tensor) -> torch.Tensor:
@@ -103,6 +103,7 @@ class ExpertStats:
 
         Raises:
             ShapeMismatch: the communicator is for another number of experts.
+            InvalidArgument: ``ranks`` is neither.
         """
         counts = self.counts()
         if isinstance(ranks, Communicator):
@@ -112,6 +113,8 @@ class ExpertStats:
                     f"{ranks.plan.num_experts}; pass num_experts={ranks.plan.num_experts} to ExpertStats"
                 )
             return ranks.engine.ranks.all_reduce_sums([counts], "expert counts")[0]
+        if ranks is not None:
+            require_type("ranks", ranks, dist.ProcessGroup, "a tokenloom.Communicator or a ProcessGroup")
         if ranks is not None or dist.is_initialized():
             dist.all_reduce(counts, group=ranks)
         return counts

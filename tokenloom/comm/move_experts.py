@@ -11,7 +11,15 @@ import torch
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.placement import Placement
 from tokenloom.comm.plan_moves import Copy, Piece, cut_into_pieces, plan_moves
-from tokenloom.errors import DeviceMismatch, InvalidArgument, PeerError, ShapeMismatch, a_type, raised_by_all
+from tokenloom.errors import (
+    DeviceMismatch,
+    InvalidArgument,
+    PeerError,
+    ShapeMismatch,
+    a_type,
+    raised_by_all,
+    require_type,
+)
 from tokenloom.runtime.byte_carriers import Parcel, make_carrier
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.runtime.streams import on_device
@@ -42,6 +50,7 @@ class MovingExperts:
         piece_bytes: int,
         stale: Collection[int],
     ) -> None:
+        require_type("comm", comm, Communicator, "a tokenloom.Communicator")
         self._comm, self._ranks = comm, comm.engine.ranks
         self._slots = SlotBytes(tensors)
         self.step_number = 0
@@ -63,8 +72,10 @@ class MovingExperts:
         assert comm.placement is not None
         if isinstance(piece_bytes, bool) or not isinstance(piece_bytes, int) or piece_bytes < 1:
             raise InvalidArgument(f"piece_bytes is {piece_bytes!r}, expected a positive number of bytes")
-        if any(isinstance(r, bool) or not isinstance(r, int) or not 0 <= r < comm.num_ranks for r in stale):
-            raise InvalidArgument(f"stale is {list(stale)}, expected ranks 0..{comm.num_ranks - 1}")
+        if not isinstance(stale, Collection) or any(
+            isinstance(r, bool) or not isinstance(r, int) or not 0 <= r < comm.num_ranks for r in stale
+        ):
+            raise InvalidArgument(f"stale is {stale!r}, expected a list of ranks 0..{comm.num_ranks - 1}")
         self._slots.require_fits(comm)
         self._before = comm.placement
         self._stages = plan_moves(self._before, placement, self._masked, stale)
@@ -160,7 +171,8 @@ class MovingExperts:
             return {"step of move_experts": f"{self.step_number} {what}", **more()}, self._comm.engine.masked
 
         # What they say, not what this rank knows: of a rank that was late, some learn before others.
-        gone = sorted({rank for said in agree(self._ranks, prepare, "move_experts") for rank in said ^ self._masked})
+        heard = agree(self._ranks, prepare, "a step of move_experts")
+        gone = sorted({rank for said in heard for rank in said ^ self._masked})
         if gone:
             back = gone[0] in self._masked
             self._ended = f"rank {gone[0]} was {'taken back' if back else 'masked'} while experts moved"
@@ -253,6 +265,10 @@ class SlotBytes:
     def require_fits(self, comm: Communicator) -> None:
         """Raise unless each tensor has a row for each slot of a communicator, as :func:`move_experts` says."""
         slots = comm.engine.plan.experts_per_rank
+        if not isinstance(self._tensors, Sequence):  # the rows of a tensor could pass for tensors of slots
+            raise InvalidArgument(
+                f"tensors is {a_type(self._tensors)}, expected a list of tensors [{slots}, ...], for one too: [tensor]"
+            )
         for index, tensor in enumerate(self._tensors):
             name = f"tensors[{index}]"
             if not isinstance(tensor, torch.Tensor):

@@ -49,10 +49,10 @@ class Placement:
             found = torch.as_tensor(table)
         except (TypeError, ValueError, RuntimeError):
             raise InvalidArgument(f"table is {a_type(table)}, expected integers [ranks, slots of a rank]") from None
+        if found.dim() != 2 or 0 in found.shape:  # before the dtype, which torch makes up for lists without values
+            raise ShapeMismatch(f"table is {list(found.shape)}, expected [ranks, slots of a rank]")
         if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
             raise InvalidArgument(f"table is {found.dtype}, expected integers: an expert for each slot, or -1")
-        if found.dim() != 2 or 0 in found.shape:
-            raise ShapeMismatch(f"table is {list(found.shape)}, expected [ranks, slots of a rank]")
         rows = tuple(map(tuple, found.tolist()))
         slots: list[list[tuple[int, int]]] = [[] for _ in range(num_experts)]
         for rank, row in enumerate(rows):
@@ -117,6 +117,8 @@ class Placement:
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
         """Return the expert in each slot of a rank, -1 for an empty one."""
+        if not 0 <= rank < self.num_ranks:
+            raise InvalidArgument(f"rank is {rank}, expected 0..{self.num_ranks - 1}")
         return self._rows[rank]
 
     @cached_property

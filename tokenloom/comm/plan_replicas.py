@@ -42,7 +42,8 @@ def plan_replicas(
             :meth:`ExpertStats.sum_over_ranks`. The host reads them.
         num_ranks: W.
         slots_per_rank: S, at least E / W. More than that are spare slots. They stay empty only where all ranks hold
-            every expert, or where no plan with replicas is better than the default placement.
+            every expert, or where no plan with replicas is better than the default placement; with ``current``
+            also where they are not needed for 1.05.
         current: the placement of now, to move as few experts as possible from it. Steps change it one or two experts
             at a time, until its fullest rank has at most 1.05 of the load that a fresh plan gives. If they do not get
             there, or more experts would travel, it is the fresh plan, with its ranks in the order that moves fewest.

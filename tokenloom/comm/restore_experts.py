@@ -11,7 +11,7 @@ import torch
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.move_experts import SlotBytes
 from tokenloom.comm.placement import EMPTY, Placement
-from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, a_type
+from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, a_type, require_type
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.runtime.streams import on_device
 
@@ -70,10 +70,12 @@ def restore_experts(
         The experts that have a slot again, none if none was lost. ``comm.lost_experts()`` tells what did not fit.
 
     Raises:
-        InvalidArgument: as ``set_placement``; or ``restore`` does not return a tensor for each of ``tensors``.
+        InvalidArgument: as ``set_placement``; or ``restore`` is no function, or does not return a tensor for
+            each of ``tensors``.
         ShapeMismatch, DtypeMismatch: a tensor that it returned is not as above.
         PeerError: such an error of another rank, or what ``restore`` raised there. Nothing has changed then.
     """
+    require_type("comm", comm, Communicator, "a tokenloom.Communicator")
     engine, slots = comm.engine, SlotBytes(tensors)
     loaded: dict[int, list[torch.Tensor]] = {}
     plans: list[tuple[Placement, Restored]] = []
@@ -83,6 +85,8 @@ def restore_experts(
         engine.raise_known_errors()
         if comm.placement is None:
             raise InvalidArgument("this communicator was made without a placement, so no slot can take a lost expert")
+        if not callable(restore):  # told before anything is lost
+            raise InvalidArgument(f"restore is {a_type(restore)}, expected a function of an expert's number")
         slots.require_fits(comm)
         plans.append(plan_restore(comm.placement, masked))
         placement, found = plans[0]

@@ -454,7 +454,8 @@ class MegaMoE:
             found = self._forms.convert(1, given, weight_layout, four_bits, round_again, keep, self._form)
             return [tensor[0] for tensor in found.tensors]
 
-        return restore_experts(self.comm, self._of_slots("restore_experts"), converted)
+        tensors = self._of_slots("restore_experts")
+        return restore_experts(self.comm, tensors, converted if callable(restore) else restore)
 
     def _of_slots(self, phase: str) -> list[torch.Tensor]:
         """What each slot has, and then each shared expert; or an error that is told where the others agree."""

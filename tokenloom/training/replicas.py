@@ -6,7 +6,7 @@ expert's; other slots have zeros. An optimizer that follows the placement does a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -96,7 +96,7 @@ def follow_placement(optimizer: Optimizer, module: nn.Module) -> None:
     if not any(follower.layers(optimizer, placed=False)):
         raise InvalidArgument("the optimizer has no weights of the module's experts; make it with them")
     _followers[optimizer] = follower
-    follower.note(optimizer)
+    follower.note(optimizer, _layers(module))
     optimizer.register_step_pre_hook(follower.before_step)
     optimizer.register_step_post_hook(follower.after_step)
     optimizer.register_state_dict_post_hook(follower.saved)
@@ -112,7 +112,8 @@ def place_experts(module: nn.Module, placement: Placement, optimizers: Optimizer
     Args:
         module: module that holds ExpertParallelMoE or RoutedExperts.
         placement: for all its layers, with as many slots of a rank as they were made for.
-        optimizers: whose states move: all that have the weights. States that have a row for each slot move.
+        optimizers: whose states move: all that have the weights. States that have a row for each slot move. Those of
+            an optimizer that follows, and was left out before, come from where they were left.
 
     Raises:
         InvalidArgument: no module, no experts, no optimizer; a layer was made without a placement; the placement has
@@ -130,9 +131,9 @@ def place_experts(module: nn.Module, placement: Placement, optimizers: Optimizer
         )
     for comm, its_layers in _by_communicator(layers):
         _place(comm, its_layers, placement, optimizers)
-    for optimizer in optimizers:
-        if optimizer in _followers:
-            _followers[optimizer].note(optimizer)
+        for optimizer in optimizers:
+            if optimizer in _followers:
+                _followers[optimizer].note(optimizer, its_layers)
 
 
 class _Follower:
@@ -149,10 +150,15 @@ class _Follower:
         layers = _placed(self._module) if placed else _layers(self._module)
         return [layer for layer in layers if any(id(each) in own for each in layer.parameters())]
 
-    def note(self, optimizer: Optimizer) -> None:
-        """The optimizer's states lie as the experts do now."""
+    def note(self, optimizer: Optimizer, layers: Collection[RoutedExperts]) -> None:
+        """The optimizer's states of these layers lie as the experts do now."""
         for layer in self.layers(optimizer):
-            self._placements[layer] = layer.placement
+            if layer in layers:
+                self._placements[layer] = layer.placement
+
+    def placement_of(self, layer: RoutedExperts) -> Placement | None:
+        """Where the optimizer's states of a layer lie: where its experts were when they were last noted."""
+        return self._placements.get(layer, layer.placement)
 
     def _require_followed(self, optimizer: Optimizer) -> list[RoutedExperts]:
         layers = self.layers(optimizer)
@@ -196,7 +202,7 @@ class _Follower:
                 if _has_rows(value, num_experts)
             }
             _put_back(state, keys, by_slot(layer, experts, "by owners", "optimizer.load_state_dict"))
-        self.note(optimizer)
+        self.note(optimizer, _layers(self._module))
         return {**state_dict, "state": state}
 
 
@@ -253,14 +259,25 @@ def _gradients(layer: RoutedExperts) -> Tensors:
     return found
 
 
-def _states(layer: RoutedExperts, optimizers: Iterable[Optimizer]) -> Tensors:
+def _states(layer: RoutedExperts, number: int, optimizer: Optimizer) -> Tensors:
     return {
         f"{key} of {name}, optimizer {number}": local_part(value.detach())
-        for number, optimizer in enumerate(optimizers)
         for name, each in layer.named_parameters()
         for key, value in optimizer.state.get(each, {}).items()
         if _has_rows(value, len(each))
     }
+
+
+def _held_rows(layer: RoutedExperts, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Placement, Held, Tensors]]:
+    """What moves with a layer's experts: the placement by which it lies, who has an expert's row, and the tensors."""
+    assert layer.placement is not None
+    yield layer.placement, "by all slots", _weights(layer)
+    yield layer.placement, "by owners", _gradients(layer)
+    for number, optimizer in enumerate(optimizers):
+        follower = _followers.get(optimizer)
+        placement = layer.placement if follower is None else follower.placement_of(layer)
+        assert placement is not None
+        yield placement, "by owners", _states(layer, number, optimizer)
 
 
 def _along(layers: Iterable[RoutedExperts], phase: str, tensors_of: Any, act: Act) -> None:
@@ -282,7 +299,6 @@ def _along(layers: Iterable[RoutedExperts], phase: str, tensors_of: Any, act: Ac
 def _place(comm: Communicator, layers: list[RoutedExperts], placement: Placement, optimizers: list[Optimizer]) -> None:
     """Move the experts of layers that share a communicator, and let the placement rule."""
     engine, phase = comm.engine, "place_experts"
-    once = [_gradients(layer) | _states(layer, optimizers) for layer in layers]
 
     def prepare() -> dict[str, Any]:
         if engine.slots is None:
@@ -297,24 +313,22 @@ def _place(comm: Communicator, layers: list[RoutedExperts], placement: Placement
                 raise InvalidArgument(
                     f"expert(s) {', '.join(map(str, lost))} are lost with masked ranks; load a checkpoint instead"
                 )
-        named = {f"{i}.{name}": each for i, found in enumerate(once) for name, each in found.items()}
+        held = [(i, *each) for i, layer in enumerate(layers) for each in _held_rows(layer, optimizers)]
+        named = {f"{i}.{name}": each for i, _, who, own in held if who == "by owners" for name, each in own.items()}
         before = {
-            f"placement before, layer {i}": str(layer.placement.to_tensor().tolist())
-            for i, layer in enumerate(layers)
-            if layer.placement
+            f"placement before, layer {i}, tensors {n}": str(lies_by.to_tensor().tolist())
+            for n, (i, lies_by, _, _) in enumerate(held)
         }
         return terms_of(named) | placement_terms(placement) | before
 
     with agreed(engine, phase, prepare) as ranks, torch.no_grad():
         masked = engine.masked
-        for layer, own in zip(layers, once, strict=True):
+        for layer in layers:
             assert layer.placement is not None
-            old = layer.placement
             for each in _gradients(layer).values():
-                sum_at_owners(ranks, moves_to_owners(old, masked), each, phase)
-            kinds: list[tuple[Held, Tensors]] = [("by all slots", _weights(layer)), ("by owners", own)]
-            for held, tensors in kinds:
-                moves = moves_between(old, placement, held, masked)
+                sum_at_owners(ranks, moves_to_owners(layer.placement, masked), each, phase)
+            for lies_by, held, tensors in _held_rows(layer, optimizers):
+                moves = moves_between(lies_by, placement, held, masked)
                 for each in tensors.values():
                     each.copy_(moved(ranks, moves, each, len(each), phase))
     comm.set_placement(placement)
