@@ -296,7 +296,7 @@ class NvlinkBackend:
             return
         if self._ranks.served:
             raise InvalidArgument("with on_timeout='mask', backend nvlink has dispatch and combine, and no more calls")
-        self._ranks.served, self._checked = True, True
+        self._ranks.served = True
         self._late = LateRanks(self._ranks, self)
         self.capabilities = replace(self.capabilities, reads_on_host=True, overlaps_pieces=False)
 
