@@ -316,18 +316,8 @@ def test_death_anywhere(several: Ranks, seed: int) -> None:
         with lock:
             if at and (number, rank) == at[0]:
                 _, victim = at.pop(0)
-                shared = emulated.here.group
-                turns = draw.randrange(30_000)
-
-                def kill() -> None:
-                    until = shared.emulator.now() + turns
-                    limit = time.monotonic() + 2.0
-                    while shared.emulator.now() < until and time.monotonic() < limit:
-                        time.sleep(0)
-                    shared.kill(victim)
-
                 killed.append(victim)
-                threading.Thread(target=kill).start()
+                emulated.here.group.kill_within(draw.randrange(30_000), victim)
 
     results = several.run(serve, num_calls, report)
     left = [history for history in results if history is not None]

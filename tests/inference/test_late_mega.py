@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -392,17 +391,8 @@ def test_death_anywhere(several: Ranks, seed: int) -> None:
         with lock:
             if at and (number, rank) == at[0]:
                 _, victim = at.pop(0)
-                shared, turns = emulated.here.group, draw.randrange(60_000)
-
-                def kill() -> None:
-                    until = shared.emulator.now() + turns
-                    limit = time.monotonic() + 2.0
-                    while shared.emulator.now() < until and time.monotonic() < limit:
-                        time.sleep(0)
-                    shared.kill(victim)
-
                 killed.append(victim)
-                threading.Thread(target=kill).start()
+                emulated.here.group.kill_within(draw.randrange(60_000), victim)
 
     results = several.run(serve, num_calls, report, ("block", "row")[seed % 2])
     left = [history for history in results if history is not None]

@@ -92,6 +92,18 @@ class Group:
         self.ended.add(rank)
         self.emulator.kill(rank)
 
+    def kill_within(self, turns: int, rank: int) -> None:
+        """End a rank when the emulator has gone on by so many turns, or has stood still for two seconds."""
+
+        def kill() -> None:
+            until = self.emulator.now() + turns
+            limit = time.monotonic() + 2.0
+            while self.emulator.now() < until and time.monotonic() < limit:
+                time.sleep(0)
+            self.kill(rank)
+
+        threading.Thread(target=kill).start()
+
     def keep(self, rank: int, launch: int, tensors: list[torch.Tensor]) -> None:
         """Keep memory until a kernel has finished: streams do so on GPUs, where memory is freed in their order."""
         with self.lock:
