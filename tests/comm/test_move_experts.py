@@ -166,6 +166,15 @@ def test_refusals(context: RankContext) -> None:
         move(to=drawn_placement(comm.plan, 2, 6))
     moving = move(piece_bytes=40)
     moving.step()
+    for other, name in (
+        (move, "move_experts"),
+        (lambda: comm.set_placement(wanted), "set_placement"),
+        (lambda: tl.restore_experts(comm, tensors, lambda expert: []), "restore_experts"),
+    ):
+        for rank in (0, last):  # the first one's values are those that others are compared with
+            with pytest.raises(tl.PlanMismatch, match=f"has call=({name}|a step of move_experts), .*has call="):
+                (other if context.rank == rank else moving.step)()
+    moving.step()
     comm.set_placement(wanted)  # by somebody else
     with pytest.raises(tl.InvalidArgument, match="changed while experts move"):
         moving.step()

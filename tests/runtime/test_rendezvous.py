@@ -37,7 +37,7 @@ class Answers:
         return [value, self._theirs]
 
 
-WELL = (None, {"size": 1}, "theirs")
+WELL = (None, {"call": "the test", "size": 1}, "theirs")
 FAILED = ("ValueError: no", {}, None)
 
 
@@ -85,7 +85,9 @@ def test_errors_of_others_are_known() -> None:
         meet(FAILED)
     assert is_known_to_all(raised.value)
     with pytest.raises(tl.PlanMismatch, match="rank 1 has size=2, rank 0 has size=1") as differs:
-        meet((None, {"size": 2}, None))
+        meet((None, {"call": "the test", "size": 2}, None))
+    with pytest.raises(tl.PlanMismatch, match="rank 1 has call=another, rank 0 has call=the test"):
+        meet((None, {"call": "another"}, None))
     assert is_known_to_all(differs.value)
     known = {tl.PeerError, tl.PlanMismatch, tl.PeerTimeout, tl.CommunicatorBroken, tl.CapacityOverflow}
     classes = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, Exception)]

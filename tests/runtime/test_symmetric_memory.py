@@ -401,7 +401,7 @@ def test_a_rank_that_comes_less_far_keeps_its_memory(
     if ranks.rank == 1:
         with patch, pytest.raises(error):
             SymmetricBuffer(LAYOUT, ranks)
-        rendezvous.agree(ranks, lambda: ({}, None), "the second half, for rank 0")
+        rendezvous.agree(ranks, lambda: ({}, None), "mapping shared memory")  # for rank 0
         release_dropped()
         assert len(driver.memory) == 1
     else:

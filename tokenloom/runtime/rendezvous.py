@@ -28,8 +28,9 @@ def agree(ranks: RankGroup, prepare: Callable[[], tuple[dict[str, Any], Extra]],
         values differ.
     """
     with agreeing(ranks, phase):
-        mine = prepare()
-    by_rank = ranks.whole.all_gather_object((None, *mine), phase)
+        values, extra = prepare()
+    values = {"call": phase, **values}  # ranks that agree on different things could find nothing to compare
+    by_rank = ranks.whole.all_gather_object((None, values, extra), phase)
     present = {rank: report for rank, report in enumerate(by_rank) if report is not None}
     for rank, (reason, _, _) in present.items():
         if reason is not None:

@@ -32,6 +32,8 @@ MUTATIONS = (
       "comm.move_experts:MovingExperts._end_stage", "self._take_from_scratch(copy)", "pass", f"{MOVES}there_and_back"),
     M("rows-pass-for-tensors", "a tensor counts as the list of its rows", "comm.move_experts:SlotBytes.require_fits",
       "not isinstance(self._tensors, Sequence)", "False", f"{MOVES}refusals"),
+    M("agreed-on-different-things", "ranks agree though one asks for something else", "runtime.rendezvous:agree",
+      "{'call': phase, **values}", "values", f"{MOVES}refusals"),
     M("moves-go-on-without-a-rank", "a move goes on though a rank was masked",
       "comm.move_experts:MovingExperts._agree", "said ^ self._masked", "()", f"{MOVES}a_rank_is_masked_meanwhile"),
     M("parcels-in-order-of-sending", "parcels are taken as they were sent, whoever sent them",
