@@ -278,7 +278,7 @@ def refuse(context: RankContext, folder: Path) -> None:
 def test_what_cannot_be_measured(ranks: Ranks, tmp_path: Path) -> None:
     """Raised on all ranks; whatever fails for another reason than a strategy that is missing is no line of a table."""
     ranks.run(refuse, tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert [file for file in tmp_path.iterdir() if file.suffix != ".kernel"] == []  # GPUs have compiled some by then
 
 
 def profile_on_kernels(context: RankContext, folder: Path) -> Profile:
