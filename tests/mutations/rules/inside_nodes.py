@@ -48,7 +48,7 @@ MUTATIONS = (
       "backends.nodes.hierarchical.node_ranks:NodeRanks.in_whole", "self.members[peer]", "peer",
       f"{TESTS}::test_ranks_of_a_node", num_ranks=4),
     M("faults-within-the-node", "ranks of other nodes do not hear of a fault, and go on alone",
-      "runtime.rendezvous:agree", "ranks.whole.all_gather_object((None, *mine), phase)",
-      "ranks.all_gather_object((None, *mine), phase)",
+      "runtime.rendezvous:agree", "ranks.whole.all_gather_object((None, values, extra), phase)",
+      "ranks.all_gather_object((None, values, extra), phase)",
       f"{TESTS}::test_ranks_of_a_node", num_ranks=4),
 )
