@@ -98,6 +98,7 @@ class CombineCall:
             weights="received" if options.weighted else "none",
             eager=options.eager,
         )
+        self._lone_rows = variant.lone_rows
         parts = ("send", "receive") if options.halves else ("whole",)
         self.kernels = [self._kernel(replace(variant, part=part)) for part in parts]
 
@@ -113,6 +114,7 @@ class CombineCall:
         args.peers, args.combine_recv = self.buffers.peers, layout.offset("combine_recv0")
         args.turn_bytes = layout.offset("combine_recv1") - args.combine_recv
         args.combine_turns, args.send_blocks = self.turns, self.options.blocks
+        args.push_blocks = variant.push_blocks(self.options.blocks)
         args.num_tokens, args.max_tokens = len(self.topk_ids), plan.max_tokens_per_rank
         args.capacity = self.y.numel() // plan.hidden
         args.ids_are_int64 = self.topk_ids.dtype == torch.int64
@@ -124,7 +126,7 @@ class CombineCall:
 
     def _num_flags(self, num_rows: int) -> int:
         """Of one rank for another: one for each chunk, or for each block of an eager call."""
-        return self.options.blocks if self.options.eager else num_chunks(num_rows)
+        return self.options.blocks if self.options.eager else num_chunks(num_rows, self._lone_rows)
 
     # -- rank 1 ---------------------------------------------------------------------------------------------
 

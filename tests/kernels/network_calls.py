@@ -20,7 +20,7 @@ from tokenloom.backends.peers.buffers import control_layout, staged_layout
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.combine.launch import max_chunks
 from tokenloom.kernels.combine.launch_network import HEADER_BYTES, CombineNetworkVariant
-from tokenloom.kernels.common import MAX_BLOCKS, TURNS
+from tokenloom.kernels.common import CLAIMS, MAX_BLOCKS, TURNS
 from tokenloom.kernels.common.rail import Regions, chunk_rows, region_bytes
 from tokenloom.kernels.dispatch.launch import block_count_words
 from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
@@ -29,8 +29,8 @@ from tokenloom.runtime.symmetric_memory import BufferLayout
 
 PARTS = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
 DISPATCHES, COMBINES = 0, 1
-CALL_WORDS = 6
-"""int32 words of a rank for its calls: epoch, masked ranks, blocks out, two kinds of claims, none."""
+CALL_WORDS = 3 + CLAIMS
+"""int32 words of a rank for its calls: epoch, masked ranks, blocks out, claims."""
 NOWHERE = 1
 """Addresses of memory on other nodes: whoever touches it stops the process."""
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.cases import FP8, Case, Problem, make_problem
 from tokenloom import reference
-from tokenloom.kernels.combine.launch import CHUNK_SHIFT, LONE_ROWS
+from tokenloom.kernels.combine.launch import CHUNK_SHIFT
 from tokenloom.plan import ROUTE_LAYOUTS
 
 DROPPED = 0x7FFFFFFF
@@ -221,6 +221,6 @@ def sent_home(
     return Homeward(torch.cat(rows), places)
 
 
-def num_chunks(num_rows: int) -> int:
+def num_chunks(num_rows: int, lone_rows: int) -> int:
     """Chunks that so many rows for one home rank are sent in: the last ones are one row each."""
-    return num_rows - (max(num_rows - LONE_ROWS, 0) >> CHUNK_SHIFT) * ((1 << CHUNK_SHIFT) - 1)
+    return num_rows - (max(num_rows - lone_rows, 0) >> CHUNK_SHIFT) * ((1 << CHUNK_SHIFT) - 1)

@@ -9,7 +9,7 @@ import torch
 from tests.kernels import one_gpu
 from tests.kernels.one_gpu import DEVICE, LONG_S, SHORT_S
 from tokenloom.backends.peers.buffers import control_layout
-from tokenloom.kernels.common import HEADER_WORDS, TURNS, Variant
+from tokenloom.kernels.common import CLAIMS, HEADER_WORDS, TURNS, Variant
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.kernel_reports import CallOutcome
 from tokenloom.runtime.symmetric_memory import BufferLayout
@@ -60,8 +60,8 @@ class Rank0:
         for rank in range(2):
             self.words("flags", rank)[:2] = signed(epoch - 1)  # every call raises these
         self.fault, self.records = one_gpu.make_reports(SLOTS)
-        # Epoch, masked ranks, blocks out, two kinds of claims.
-        self.state = torch.zeros(5, dtype=torch.int32, device=self.device)
+        # Epoch, masked ranks, blocks out, claims.
+        self.state = torch.zeros(3 + CLAIMS, dtype=torch.int32, device=self.device)
         self.state[0] = signed(epoch - 1)
         self._timeouts_s = [SHORT_S if short == each else LONG_S for each in ("open", "phases")]
         self._kept: list[torch.Tensor] = []
@@ -135,7 +135,7 @@ class Rank0:
         self.last_run_s = one_gpu.run(kernel, blocks)
         if opens:
             self._opened, self.epoch = self.epoch, next_epoch(self.epoch)
-        assert self.state.tolist() == [signed(self._opened), 0, 0, 0, 0]
+        assert self.state.tolist() == [signed(self._opened), *[0] * (2 + CLAIMS)]
         assert self.records.is_over(slot, self._sequence)
         return self.records.take(slot)
 

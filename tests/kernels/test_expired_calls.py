@@ -52,7 +52,7 @@ class Combine:
         args.chunk_flags = rank0.layout.offset("chunk_flags")
         args.peers, args.combine_recv = rank0.addresses(self.recv), 0
         args.num_tokens, args.max_tokens, args.capacity = NUM_TOKENS, PLAN.max_tokens_per_rank, NUM_LOCAL
-        args.max_chunks, args.combine_turns = max_chunks(PLAN), 1
+        args.max_chunks, args.combine_turns, args.push_blocks = max_chunks(PLAN), 1, variant.push_blocks(BLOCKS)
 
     def send_by_rank_1(self) -> None:
         """Its rows, behind this rank's own, and their signals: a chunk each, since they are few."""
@@ -99,7 +99,8 @@ class Dispatch:
 
     def _kernel(self, layout: str, part: str, rows: int) -> Any:
         rank0, local = self.rank0, PLAN.experts_per_rank
-        kernel = rank0.kernel(DispatchVariant(PLAN, layout=layout, x_dtype=BF16, part=part), self.half_epoch)
+        variant = DispatchVariant(PLAN, layout=layout, x_dtype=BF16, part=part)
+        kernel = rank0.kernel(variant, self.half_epoch)
         args = kernel.args
         args.x, args.topk_ids = self.x.data_ptr(), self.ids.data_ptr()
         args.done_flags, args.row_flags = (rank0.layout.offset(name) for name in ("done_flags", "row_flags"))
@@ -115,6 +116,7 @@ class Dispatch:
         args.expert_offsets = args.expert_counts + 4 * local
         args.num_tokens, args.max_tokens = NUM_LOCAL, PLAN.max_tokens_per_rank
         args.capacity, args.alignment, args.send_blocks = rows, 1, BLOCKS
+        args.peer_blocks = variant.peer_blocks(BLOCKS)
         return kernel
 
     def open_by_rank_1(self, **header: int) -> None:

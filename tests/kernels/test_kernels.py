@@ -314,5 +314,5 @@ def test_every_chunk_has_a_flag() -> None:
     """However many rows come; so has every block of an eager call."""
     most = MAX_BLOCKS
     for max_tokens in range(1, 5000):
-        most = max(most, num_chunks(max_tokens))
+        most = max(most, *(num_chunks(max_tokens, lone_rows) for lone_rows in (0, combine.LONE_ROWS)))
         assert most <= combine.max_chunks(Plan(8, 8, 8, 1, max_tokens)) <= max(max_tokens, MAX_BLOCKS), max_tokens

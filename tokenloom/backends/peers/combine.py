@@ -123,11 +123,11 @@ class Combiner:
         handle.require_kept()
         plan, fp32 = self.plan, torch.float32
         short = ShortRows(plan, handle, grad)
-        kernel = self.launcher.kernel(
-            CombineVariant(
-                plan=plan, layout=short.layout, y_dtype=fp32, wire_dtype=fp32, out_dtype=fp32, hidden=short.width
-            )
+        variant = CombineVariant(
+            plan=plan, layout=short.layout, y_dtype=fp32, wire_dtype=fp32, out_dtype=fp32, hidden=short.width
         )
+        kernel = self.launcher.kernel(variant)
+        kernel.args.push_blocks = variant.push_blocks(self.launcher.num_sms)
         out = short.rows.new_empty(handle.num_tokens, short.width)
         set_arguments(kernel, handle, short.rows, out, short.capacity, handle.given_ids)
         control = self.launcher.control
@@ -241,6 +241,7 @@ class SumsAtHome:
         self._receiving_kernel = launcher.new_kernel(replace(variant, part="receive")) if kind.split else None
         set_constant_arguments(launcher, self._kernel)
         args = self._kernel.args
+        args.push_blocks = variant.push_blocks(self._blocks or launcher.num_sms)
         if kind.width is not None:
             args.peers = launcher.control.peers.data_ptr()
             args.combine_recv = launcher.control.layout.offset("combine_recv_weights")

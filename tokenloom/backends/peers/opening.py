@@ -24,7 +24,7 @@ from tokenloom.backends.seam import Wait
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.barrier.launch import BarrierVariant
-from tokenloom.kernels.common import OPENING_FIELDS, Call, Variant
+from tokenloom.kernels.common import CLAIMS, OPENING_FIELDS, Call, Variant
 from tokenloom.plan import Plan
 from tokenloom.runtime.deferred_release import keep_until_idle, release_dropped, synchronize, undo_later
 from tokenloom.runtime.graph_references import GraphReferences
@@ -113,9 +113,9 @@ class Launcher:
         self._open_halves: list[Half] = []
         self._kernels: dict[Variant, OpeningKernel] = {}
         self._all_kernels: weakref.WeakSet[OpeningKernel] = weakref.WeakSet()
-        # Epoch, masked ranks, blocks out, two kinds of claims.
+        # Epoch, masked ranks, blocks out, claims.
         with torch.inference_mode(False):  # ranks are masked in any mode
-            self._state = torch.zeros(5, dtype=torch.int32, device=ranks.device)
+            self._state = torch.zeros(3 + CLAIMS, dtype=torch.int32, device=ranks.device)
         self._opened = torch.zeros(1, dtype=torch.int32, device=ranks.device)
         keep_until_idle(self, ranks.device, self._state, self._opened)
         self.outcomes = Outcomes(ranks, control)

@@ -227,6 +227,8 @@ class PeerDispatch:
         args.max_tokens, args.capacity, args.alignment = plan.max_tokens_per_rank, num_places, self.options.alignment
         args.ids_are_int64 = self.kind.ids_dtype == torch.int64
         args.send_blocks = launcher.num_sms
+        if isinstance(variants[0], DispatchVariant):
+            args.peer_blocks = variants[0].peer_blocks(launcher.num_sms)
 
     def set_arguments(
         self, tokens: Tokens, results: ResultsLayout, base: int, host_sequence: int, *outputs: int

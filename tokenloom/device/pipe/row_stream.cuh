@@ -21,6 +21,7 @@ struct RowStream {
     struct Control {
         alignas(8) uint64 loaded[kStages];
         uint64 tag[kTags];  // of the rows between load and store
+        uint32 begun;       // segments of runs before
     };
 
     Shared& shared;
@@ -32,6 +33,7 @@ struct RowStream {
 
     static __device__ void init(Control& control, int lane) {
         if (lane < kStages) mbarrier_init(&control.loaded[lane], 1);
+        if (lane == 0) control.begun = 0;
     }
 
     static __device__ constexpr int segment_bytes(int segment) {
@@ -42,7 +44,7 @@ struct RowStream {
     //   next(from, tag) -> bool   the next row's address and what to remember of it; false: there are no more
     //   target(tag) -> int64      this lane's address for the row, or kNowhere
     //   issued(row, tag)          the stores of row number `row` have been issued
-    // Returns with stores still in flight: wait_for_all_but and finish wait. To be called once.
+    // Returns with stores still in flight: wait_for_all_but and finish wait. Before another run, finish.
     //
     // Addresses are numbers, not pointers that may be null: with `pointer != nullptr` here, warps whose lanes had no
     // target at all stored to address 0 (compute-sanitizer, NVRTC 13.0); with numbers not. The cause is not known.
@@ -50,13 +52,14 @@ struct RowStream {
     template <class Next, class Target, class Issued>
     __device__ void run(Next next, Target target, Issued issued) {
         fence_global_to_bulk();  // stores may go where the flags of a call that has opened said there is room
-        Loader<Next> loader{*this, next};
+        const uint32 begun = control.begun;
+        Loader<Next> loader{*this, next, begun};
         for (int i = 0; i < kAhead; ++i) loader.load();
         uint64 tag = 0;
         int64 to = kNowhere;
         int segment = 0;
         uint32 row = 0;
-        for (uint32 stored = 0; stored != loader.num_loads; ++stored) {
+        for (uint32 stored = begun; stored != loader.num_loads; ++stored) {
             if (segment == 0) {
                 tag = control.tag[row % kTags];
                 to = target(tag);
@@ -81,6 +84,7 @@ struct RowStream {
                 ++row;
             }
         }
+        if (lane == 0) control.begun = loader.num_loads;
     }
 
     // The stores of all rows but the newest kRows have arrived where they go, on this GPU or a peer.
@@ -97,9 +101,10 @@ struct RowStream {
     struct Loader {
         RowStream& stream;
         Next& next;
+        uint32 num_loads;  // of all runs
         const unsigned char* from = nullptr;
         int segment = 0;
-        uint32 num_loads = 0, num_rows = 0;
+        uint32 num_rows = 0;
         bool more = true;
 
         __device__ void load() {

@@ -17,6 +17,8 @@
 constexpr int kHeaderWords = 4;  // status, region, hash of the options
 constexpr int kRegionWord = 1;
 constexpr int kHashWord = 2;
+constexpr int kClaims = 3;  // kinds of work in one kernel that warps claim: rows to send, to fill or add, own ones
+constexpr int kOwnRows = 2;
 constexpr int32 kOwnFault = 1;  // status of a rank that cannot make the call; outcomes.py has the others
 
 // In pinned host memory. All but `sequence` is written only when something is wrong; each rank finds the same.
@@ -37,7 +39,7 @@ struct Call {
     uint32* epoch;        // device memory [2]: calls opened so far; ranks that take no part, from the next call on
     uint32* half_epoch;   // device memory [2]: the turn of the call whose halves are two kernels, from send to receive
     uint32* blocks_out;   // device memory: blocks that have left this call, and how many of them in vain
-    uint32* claimed;      // device memory [2]: items that warps have claimed, of two kinds of work
+    uint32* claimed;      // device memory [kClaims]: items that warps have claimed, of each kind of work
     FaultRecord* fault;
     uint32* fault_claimed;
     uint64 open_timeout_ns;  // for other ranks to begin the call: their hosts may be busy with something else
@@ -243,7 +245,8 @@ __device__ __forceinline__ void close_call(const Call& call, Turn turn, bool don
         in_vain = last && out >= kInVain;
         if (last) {
             *call.blocks_out = 0;
-            call.claimed[0] = call.claimed[1] = 0;
+#pragma unroll
+            for (int kind = 0; kind < kClaims; ++kind) call.claimed[kind] = 0;
             if constexpr (kPart != kReceive) *call.epoch = turn.epoch;
             if constexpr (kPart == kSend) {
                 call.half_epoch[0] = turn.epoch;

@@ -35,21 +35,25 @@ struct CombineArgs {
     int32 combine_turns;    // a power of two: calls take turns by their epochs
     uint64 own_sums;        // pre_reduce only: address of [M] rows for the sums of this rank's own tokens
     int32 send_blocks;      // eager: of the kernel that sends, on all ranks
-    int32 padding;
+    int32 push_blocks;      // the first so many blocks push rows before they sum; not if eager or dense
 };
 
 // Which weights rows are multiplied by: none, those that came with the dispatch, or those that home sends in this call.
 enum Weights : int { kNoWeights = 0, kReceivedWeights = 1, kHomeWeights = 2 };
 
-// How warps share the roles. An eager kernel has few rows: all warps push, then all of them sum.
+// What a kernel does. An eager one has few rows: all warps push, then all of them sum. In others some blocks push, with a
+// notify warp each, while the others sum: an SM that sends into a full link has little of its path to memory left.
 template <class Shape>
 struct CombineRoles {
     static constexpr int kWarps = Shape::threads / 32;
     static constexpr bool kSends = Shape::part != kReceive && Shape::dense == 0;
     static constexpr bool kSums = Shape::part != kSend;
-    static constexpr bool kTogether = kSends && kSums && Shape::eager == 0;  // warps of both roles, and a notify warp
-    static constexpr int kFirstSumWarp = kTogether ? Shape::push_warps + 1 : 0;
-    static constexpr int kSumWarps = kWarps - kFirstSumWarp;
+    static constexpr bool kChunks = kSends && Shape::eager == 0;  // rows go home in chunks, each with a flag
+
+    // The first so many blocks push before they sum.
+    static __device__ __forceinline__ int32 push_blocks(const CombineArgs& args) {
+        return !kChunks ? 0 : kSums ? args.push_blocks : gridDim.x;
+    }
 };
 
 // How the rows of one rank for another are cut into chunks: 1 << chunk_shift rows each, and the last ones, lone_rows or a

@@ -3,13 +3,13 @@
 //
 //   all blocks      wait until all ranks have begun this combine, so that their buffers are free; the last one says
 //                   that this rank has
-//   pushing warps   write chunks of rows into their home ranks' buffers, then sum                           (push.cuh)
-//   notify warp     raises the flags of chunks that are there, then sums
-//   summing warps   take this rank's tokens in order, wait for the chunks that hold their rows, add them    (sum.cuh)
+//   pushing blocks  write chunks of rows into their home ranks' buffers; a warp of each raises the flags of
+//                   chunks that are there; then they sum                                                    (push.cuh)
+//   other blocks    take this rank's tokens in order, wait for the chunks that hold their rows, add them    (sum.cuh)
 //   last block out  advances the epoch; if the call was refused or a wait has expired, it makes all results NaN
 //
 // A chunk is a few consecutive rows of one (expert rank, home rank) pair, so home starts long before the last row is
-// sent. Every block has warps of both roles: while some wait, the others have the SM. README.md has the protocol.
+// sent. README.md has the protocol.
 //
 // Eager (small plans): buffers take turns by four, so nobody waits before it pushes. All warps push, a block raises one
 // flag for each rank, and when all ranks have begun, and raised theirs, all warps sum.
@@ -122,17 +122,18 @@ __device__ bool combine_rows(const CombineArgs& args, Turn turn) {
     if (threadIdx.x == 0) mark(args.call, kHeard);
     if (opened != Opened::kGo) return opened == Opened::kRefused && !Roles::kSums;  // the other half says what is wrong
     if constexpr (kPushesEagerly && kWeightsFromHome) push_eagerly<Shape>(args, shared, turn, warp, lane);
-    if constexpr (Roles::kSends && Shape::eager == 0) {
+    if (Roles::kChunks && blockIdx.x < Roles::push_blocks(args)) {
         if (warp < Shape::push_warps) {
             push_rows<Shape>(args, shared, epoch, warp, lane);
         } else if (warp == Shape::push_warps) {
             notify_chunks<Shape>(args, shared, epoch, lane);
             if (lane == 0) mark(args.call, kNotified);
         }
+        __syncthreads();
     }
     bool done = true;
-    if constexpr (Roles::kSums) {  // the warps that pushed too, once all of their rows are on their way
-        done = sum_rows<Shape>(args, shared, turn, warp - Roles::kFirstSumWarp, lane);
+    if constexpr (Roles::kSums) {
+        done = sum_rows<Shape>(args, shared, turn, warp, lane);
         if (lane == 0) mark(args.call, kSummed);
     }
     if (threadIdx.x == 0) mark(args.call, kDone);

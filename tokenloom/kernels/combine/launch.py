@@ -18,23 +18,25 @@ from tokenloom.kernels.common import (
     FieldsAtOnce,
     describe,
     int32_fields,
+    peers_of_token,
     ring,
+    sending_blocks,
     short_name,
     uint64_fields,
 )
+from tokenloom.kernels.common.sharing import ADD_GB_PER_S, LINK_GB_PER_S, PUSH_GB_PER_S
 from tokenloom.plan import Plan
 
 COPY_THREADS, SUM_THREADS = 512, 640
 """Threads of a block whose pushing warps send rows as they are, and of one where they make them. Eager calls have few
 rows, and need the registers more than the warps."""
 CHUNK_SHIFT, LONE_ROWS = 2, 512
-"""Chunks have 4 rows, and the last 512 rows for each home rank are chunks by themselves: at the end home waits for
-what slow SMs have claimed. But each chunk has a claim and a flag."""
-COPY_WARPS = {12288: 3, 2048: 4, 0: 8}
-"""Warps of a block that send rows as they are, by the least bytes of a row. Bulk copies need few threads; the other
-warps sum."""
+"""Chunks have 4 rows. Where rows are sums, the last 512 for each home rank are chunks by themselves: at the end home
+waits for what slow SMs have claimed. But each chunk has a claim and a flag, and rows that are copied lose by it."""
+COPY_WARPS = {12288: 4, 2048: 6, 0: 12}
+"""Warps of a block that send rows as they are, by the least bytes of a row. Bulk copies need few threads."""
 PUSH_WARPS = 16
-"""Warps of a block that send rows which are sums, or have to be converted. The other warps sum what arrives."""
+"""Warps of a block that send rows which are sums, or have to be converted."""
 PUSH_STAGES = 4
 """Most stages of each such warp: 16 warps have 96 KB in flight, which is what an SM's path to memory needs."""
 PRE_REDUCE_WARPS = 12
@@ -63,7 +65,7 @@ class CombineArgs(ctypes.Structure):
         *uint64_fields("chunk_flags", "peers", "combine_recv", "turn_bytes", "home_weights"),
         *int32_fields("max_chunks", "combine_turns"),
         *uint64_fields("own_sums"),
-        *int32_fields("send_blocks", "padding"),
+        *int32_fields("send_blocks", "push_blocks"),
     ]
 
 
@@ -107,6 +109,35 @@ class CombineVariant:
     eager: bool = False
     part: str = "whole"
 
+    def push_blocks(self, blocks: int) -> int:
+        """Count the blocks, of so many, that push rows, if all experts are as popular."""
+        plan, hidden = self.plan, self.hidden or self.plan.hidden
+        ranks, routes = plan.num_ranks, plan.top_k
+        peers = peers_of_token(ranks, routes)  # rows of a token that come from them, as sums
+        own = peers / (ranks - 1) if ranks > 1 else 1.0
+        if self.mode == "per_route":
+            peers, own = routes * (1 - 1 / ranks), routes / ranks
+        y_bytes, wire_bytes = (hidden * dtype.itemsize * 1e-3 for dtype in (self.y_dtype, self.wire_dtype))
+        out_bytes = hidden * self.out_dtype.itemsize * 1e-3
+        if self.layout == "expert":  # rows for this rank's own tokens are sent too
+            pushed = routes * y_bytes + (peers + own) * wire_bytes
+        elif self.copies:
+            pushed = 2 * peers * wire_bytes
+        else:
+            pushed = (peers + own) * (y_bytes + wire_bytes)
+        added = (peers + own) * wire_bytes + out_bytes
+        return sending_blocks(blocks, pushed / PUSH_GB_PER_S, added / ADD_GB_PER_S, peers * wire_bytes / LINK_GB_PER_S)
+
+    @property
+    def copies(self) -> bool:
+        """Whether rows are sent as they are, in large calls."""
+        return self.layout != "expert" and self.y_dtype == self.wire_dtype and not (self.dense or self.eager)
+
+    @property
+    def lone_rows(self) -> int:
+        """The last rows for each home rank, that are chunks by themselves."""
+        return 0 if self.copies else LONE_ROWS
+
     def __str__(self) -> str:
         dtypes = [short_name(dtype) for dtype in (self.y_dtype, self.wire_dtype, self.out_dtype)]
         extras = [word for word in ("dense", "eager") if getattr(self, word)]
@@ -126,7 +157,7 @@ class CombineVariant:
             reserved_bytes: shared memory for what a kernel that shares these roles has besides.
         """
         plan, hidden = self.plan, self.hidden or self.plan.hidden
-        copies = self.layout != "expert" and self.y_dtype == self.wire_dtype and not (self.dense or self.eager)
+        copies = self.copies
         row_bytes = hidden * self.wire_dtype.itemsize
         threads = COPY_THREADS if copies or self.dense or self.eager else SUM_THREADS
         push_warps = threads // 32 if self.eager else _copy_warps(row_bytes) if copies else PUSH_WARPS
@@ -162,7 +193,7 @@ class CombineVariant:
             "stage_bytes": stage_bytes,
             "stages": stages,
             "chunk_shift": CHUNK_SHIFT,
-            "lone_rows": LONE_ROWS,
+            "lone_rows": self.lone_rows,
         }
         return KernelSpec(
             "combine",

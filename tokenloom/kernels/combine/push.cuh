@@ -108,16 +108,17 @@ __device__ PushChunk chunk_of(const CombineArgs& args, const CombineShared<Shape
 template <class Shape>
 struct ChunkSource {
     Claims claims;
-    int32 next_item, total;
+    int32 blocks, next_item, total;
 
     __device__ ChunkSource(const CombineArgs& args, const CombineShared<Shape>& shared, int warp, int lane)
-        : claims(args.call.claimed, lane), next_item(warp * gridDim.x + blockIdx.x), total(num_chunks<Shape>(shared)) {}
+        : claims(args.call.claimed, lane), blocks(CombineRoles<Shape>::push_blocks(args)),
+          next_item(warp * blocks + blockIdx.x), total(num_chunks<Shape>(shared)) {}
 
     __device__ bool next(const CombineArgs& args, const CombineShared<Shape>& shared, int32& item, PushChunk& chunk) {
         while (next_item < total) {
             item = next_item;
             chunk = chunk_of<Shape>(args, shared, item);
-            next_item = gridDim.x * Shape::push_warps + claims.take();
+            next_item = blocks * Shape::push_warps + claims.take();
             if (chunk.num_rows > 0) return true;
         }
         return false;

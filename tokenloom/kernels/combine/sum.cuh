@@ -26,12 +26,12 @@ __device__ __forceinline__ Term term_of(const CombineArgs& args, const CombineSh
     return term;
 }
 
-// A warp takes token after token, or part of one where tokens are few: wait for its rows, add them, round once. Summing
-// warps begin with one of their own; warps that come late (below 0) take what is left. False: a wait has expired.
+// A warp takes token after token, or part of one where tokens are few: wait for its rows, add them, round once. Warps of
+// blocks that only sum begin with one of their own; those that have pushed take what is left. False: a wait has expired.
 template <class Shape>
 __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& shared, Turn turn, int warp, int lane) {
     using Rows = CombineRows<Shape>;
-    constexpr int kSumWarps = CombineRoles<Shape>::kSumWarps;
+    constexpr int kWarps = CombineRoles<Shape>::kWarps;
     const Deadline deadline = deadline_of(args.call);
     const PeerSignals flags = shared.control.signals(args.call.rank, args.chunk_flags);
     const auto received =
@@ -39,11 +39,12 @@ __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& sh
     const int64 first_own = first_row<Shape>(args, shared, args.call.rank);
     auto* out = static_cast<unsigned char*>(args.out);
     if (Shape::eager == 0 && args.num_tokens == 0) return true;
-    const int32 num_warps = gridDim.x * kSumWarps;
-    const int32 parts = Rows::Sum::parts(max(args.num_tokens, 1), num_warps);
+    const int32 push_blocks = CombineRoles<Shape>::push_blocks(args), blocks = gridDim.x - push_blocks;
+    const int32 num_warps = blocks * kWarps, block = blockIdx.x - push_blocks;
+    const int32 parts = Rows::Sum::parts(max(args.num_tokens, 1), max(num_warps, 1));
     const int32 num_items = args.num_tokens * parts;
     Claims claims(args.call.claimed + 1, lane);
-    int32 item = warp < 0 ? num_warps + claims.take() : warp * gridDim.x + blockIdx.x;
+    int32 item = block < 0 ? num_warps + claims.take() : warp * blocks + block;
     if (Shape::eager == 0 && item >= num_items) return true;
     Term next{-1, 0};
     if (item < num_items) next = term_of<Shape>(args, shared, item / parts, lane);

@@ -1,6 +1,7 @@
 """What the host sides of kernels share."""
 
 from tokenloom.kernels.common.call import (
+    CLAIMS,
     HEADER_WORDS,
     MARK_WORDS,
     MARKS,
@@ -32,9 +33,11 @@ from tokenloom.kernels.common.ring import (
     require_shared,
     ring,
 )
+from tokenloom.kernels.common.sharing import peers_of_token, sending_blocks
 from tokenloom.kernels.common.variant import Variant, spec_of
 
 __all__ = [
+    "CLAIMS",
     "CONTROL_BYTES",
     "DTYPES",
     "HEADER_WORDS",
@@ -58,8 +61,10 @@ __all__ = [
     "describe",
     "int32_fields",
     "is_dense",
+    "peers_of_token",
     "require_shared",
     "ring",
+    "sending_blocks",
     "short_name",
     "spec_of",
     "uint64_fields",

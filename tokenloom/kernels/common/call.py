@@ -11,6 +11,8 @@ HEADER_WORDS = 4
 TURNS = 4
 """Calls that take turns in headers, and in regions that ranks write before others have opened; kTurns of
 device/sync/wait.cuh."""
+CLAIMS = 3
+"""Kinds of work in one kernel that warps claim; kClaims there."""
 MARKS = ("begun", "counted", "heard", "placed", "sent", "notified", "filled", "summed", "done")
 """What a block has done, by Mark of device/transport/call.cuh, when ``Call.trace`` asks.
 

@@ -54,7 +54,7 @@ struct DispatchArgs {
     int32 stop_on_overflow;  // exact sizes: send nothing if anything would be dropped
     int32 turns;             // staged: regions that calls take turns in by their epochs, a power of two
     int32 send_blocks;       // of the kernel that sends, on all ranks
-    int32 padding;
+    int32 peer_blocks;       // direct: the first so many blocks send to other ranks, before they join the others
 };
 
 // Where rows lie, and where they go first.

@@ -1,19 +1,24 @@
 // Dispatch: every row goes straight to its final place on the ranks that hold its experts.
 //
 //   all blocks      count the routes of their chunk; the last block sends the totals to all ranks   (count_routes.cuh)
+//                   and find which of its rows, and of its routes, each one is                               (route.cuh)
 //   all blocks      wait for all ranks' counts; go on only if all ranks mean the same call       (transport/call.cuh)
 //   block 0         writes down the counts of this rank's output, for the host too if it waits           (results.cuh)
-//   sending warps   take token after token: stream its row, or quantise it, to all of its destinations,     (send.cuh)
-//                   with ids, weights and scales
 //   layouts token, rank
+//     sending warps take token after token: stream its row, or quantise it, to all of its destinations,     (send.cuh)
+//                   with ids, weights and scales
 //     all blocks    say so to all ranks; block 0 waits for all ranks' blocks
-//   layout expert
+//   layout expert, peer blocks
+//     sending warps the same, to other ranks only; of rows that are quantised, also what stays
 //     notify warp   raises a flag per row that has been sent
-//     filling warps clear the padding, then copy each row that arrives to the places of its     (padding.cuh, fill.cuh)
-//                   further routes
+//     all warps     do as other blocks do, once all that this block has sent is there
+//   layout expert, other blocks
+//     sending warps put this rank's own rows in their places, if no other block has; then fill
+//     other warps   clear the padding, then fill: copy each row that arrives to its further places
+//                                                                                              (padding.cuh, fill.cuh)
 //   last block out  advances the epoch; if the call was refused or a wait has expired, it makes the results say so
 //
-// Halves are two kernels: one that sends, whose notify warp or blocks say so, and one that waits for rows or fills.
+// Halves are two kernels: one that sends and places own rows, and one that waits for rows or fills.
 //
 // README.md has the protocol and why it is safe to reuse the region.
 #pragma once
@@ -22,15 +27,47 @@
 #include "kernels/dispatch/results.cuh"
 #include "kernels/dispatch/send.cuh"
 
-// One filling warp of layout expert.
+// A warp with others, so many in all, that clear the padding of layout expert.
 template <class Shape>
-__device__ __forceinline__ bool fill(const DispatchArgs& args, const DispatchShared<Shape>& shared, uint32 epoch,
-                                     int warp, int lane) {
+__device__ __forceinline__ void clear(const DispatchArgs& args, const DispatchShared<Shape>& shared, int warp,
+                                      int num_warps, int lane) {
     clear_padding<Shape>(args, shared.route, shared.data.template local<unsigned char>(args.call.rank, args.rows),
-                         shared.data.template local<float>(args.call.rank, args.row_scales),
-                         blockIdx.x * Shape::fill_warps + warp, gridDim.x * Shape::fill_warps, lane);
-    const bool done = fill_further_places<Shape>(args, shared, epoch, warp, lane);
-    if (lane == 0) mark(args.call, kFilled);
+                         shared.data.template local<float>(args.call.rank, args.row_scales), warp, num_warps, lane);
+}
+
+// Layout expert: what this block has to do for other ranks and for this one. An SM that sends into a full link has
+// little of its path to memory left for anything else, so blocks do one or the other. False in warps that saw a wait
+// expire.
+template <class Shape>
+__device__ bool send_and_fill(const DispatchArgs& args, DispatchShared<Shape>& shared, const int32* places, Turn turn,
+                              Chunk chunk, int warp, int lane) {
+    constexpr int kWarps = Shape::threads / 32, kIdle = kWarps - Shape::send_warps;
+    constexpr bool kFills = Shape::part == kWhole;
+    constexpr bool kOnce = Shape::quantize != kAsIs;  // it costs more to quantise a row again than to store it
+    const int32 peer_blocks = args.peer_blocks, block = blockIdx.x;
+    bool done = true;
+    if (block < peer_blocks) {
+        if (warp < Shape::send_warps) {
+            const ToRanks<Shape, kOnce ? Sent::kAll : Sent::kToPeers> way{args, shared, places, turn};
+            done = send_rows<Shape>(args, shared, way, chunk, turn.epoch, warp, lane);
+            if (lane == 0) mark(args.call, kSent);
+        } else if (warp == Shape::send_warps) {
+            shared.progress.watch(lane, [&](int32 token) { notify_row<Shape>(args, shared, turn.epoch, token); });
+            if (lane == 0) mark(args.call, kNotified);
+        }
+        if (!__syncthreads_and(done)) return false;
+    }
+    const int32 first = peer_blocks < gridDim.x ? peer_blocks : 0;  // a block by itself is both
+    if (kFills && block >= first && warp >= Shape::send_warps)
+        clear<Shape>(args, shared, (block - first) * kIdle + warp - Shape::send_warps, (gridDim.x - first) * kIdle, lane);
+    if (!kOnce && warp < Shape::send_warps) {
+        const ToRanks<Shape, Sent::kOwn> way{args, shared, places, turn};
+        done = send_rows<Shape>(args, shared, way, chunk, turn.epoch, warp, lane);
+    }
+    if constexpr (kFills) {
+        done = done && fill_further_places<Shape>(args, shared, turn.epoch, lane);
+        if (lane == 0) mark(args.call, kFilled);
+    }
     return done;
 }
 
@@ -61,6 +98,15 @@ __device__ bool dispatch_rows(const DispatchArgs& args, Turn turn) {
             route.header[kHeaderWords + i] = route.before[i] + route.chunk[i];
         announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, kCounts, route.header);
     }
+    find_slots<Shape>(args, route, shared.running, chunk, turn);  // while counts of other ranks are on their way
+    int32* places = args.slots + static_cast<int64>(args.num_tokens) * Shape::num_ranks;
+    if constexpr (Shape::layout == kLayoutExpert) find_places<Shape>(args, route, shared.running, chunk, places);
+    fence_shared_to_bulk();  // the rings take over the memory of the running counts
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        store_release_gpu(reinterpret_cast<uint32*>(args.slots_found) + block, epoch);
+        mark(args.call, kPlaced);
+    }
     const Opened opened = await_call<Shape::num_ranks, kCounts>(args.call, turn);
     if (threadIdx.x == 0) mark(args.call, kHeard);
     if (opened != Opened::kGo) {
@@ -79,28 +125,13 @@ __device__ bool dispatch_rows(const DispatchArgs& args, Turn turn) {
     bool all_fit = true;
     for (int r = 0; r < Shape::num_ranks; ++r) all_fit = all_fit && route.needed[r] <= args.capacity;
     if (!all_fit && args.stop_on_overflow) return true;
-    find_slots<Shape>(args, route, shared.running, chunk, turn);
-    int32* places = args.slots + static_cast<int64>(args.num_tokens) * Shape::num_ranks;
-    if constexpr (Shape::layout == kLayoutExpert) find_places<Shape>(args, route, shared.running, chunk, places);
-    fence_shared_to_bulk();  // the rings take over the memory of the running counts
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        store_release_gpu(reinterpret_cast<uint32*>(args.slots_found) + block, epoch);
-        mark(args.call, kPlaced);
-    }
 
     bool done = true;  // what this thread's warp had to do
-    if (warp < Shape::send_warps) {
+    if constexpr (Shape::layout == kLayoutExpert) {
+        done = send_and_fill<Shape>(args, shared, places, turn, chunk, warp, lane);
+    } else {
         done = send_rows<Shape>(args, shared, ToRanks<Shape>{args, shared, places, turn}, chunk, epoch, warp, lane);
         if (lane == 0) mark(args.call, kSent);
-    } else if constexpr (Shape::layout == kLayoutExpert) {
-        if (warp == Shape::send_warps) {
-            shared.progress.watch(lane, [&](int32 token) { notify_row<Shape>(args, shared, epoch, token); });
-        } else {
-            done = fill<Shape>(args, shared, epoch, warp - Shape::send_warps - 1, lane);
-        }
-    }
-    if constexpr (Shape::layout != kLayoutExpert) {
         if (!__syncthreads_and(done)) return false;
         if (threadIdx.x < Shape::num_ranks && !turn.leaves_out(threadIdx.x))
             window_of<Shape::num_ranks>(args.call.peers)
@@ -131,8 +162,14 @@ __device__ bool receive_rows(const DispatchArgs& args, Turn turn) {
         shared.data.bases[threadIdx.x] = args.peers[threadIdx.x] + counts.region(threadIdx.x) * args.region_bytes;
     }
     find_bases<Shape>(args, shared.route, counts);
-    if constexpr (Shape::layout == kLayoutExpert)
-        return fill<Shape>(args, shared, epoch, threadIdx.x / 32, threadIdx.x % 32);
+    if constexpr (Shape::layout == kLayoutExpert) {
+        constexpr int kWarps = Shape::threads / 32;
+        const int lane = threadIdx.x % 32;
+        clear<Shape>(args, shared, blockIdx.x * kWarps + threadIdx.x / 32, gridDim.x * kWarps, lane);
+        const bool done = fill_further_places<Shape>(args, shared, epoch, lane);
+        if (lane == 0) mark(args.call, kFilled);
+        return done;
+    }
     return blockIdx.x != 0 || wait_for_sources<Shape>(args, turn, args.send_blocks);
 }
 

@@ -1,4 +1,4 @@
-// The filling warps of layout expert: the places of further routes.
+// Layout expert: the places of further routes.
 #pragma once
 #include "device/tile/rows.cuh"
 #include "kernels/dispatch/shared.cuh"
@@ -6,11 +6,10 @@
 // Layout expert: every row from another rank that has several routes here goes to their places too, as soon as it has
 // arrived; by all_gather, to all of its places, once its ids are here; by all_to_all it is only waited for. (Rows of
 // this rank itself go to all of their places at once.)
-// Warps take groups of rows in the order in which sources send them, sources in turn.
+// Warps claim groups of rows in the order in which sources send them, sources in turn.
 template <class Shape>
 __device__ bool fill_further_places(const DispatchArgs& args, const DispatchShared<Shape>& shared, uint32 epoch,
-                                    int warp, int lane) {
-    constexpr int kFillWarps = Shape::fill_warps;
+                                    int lane) {
     constexpr int kGroup = 32 / Shape::top_k;  // consecutive rows of one source, looked at together: lane (j, k)
     constexpr bool kGathered = Shape::strategy == kAllGather;
     static_assert(!kGathered || Shape::scales_per_row == 0, "scales travel with rows");
@@ -27,7 +26,7 @@ __device__ bool fill_further_places(const DispatchArgs& args, const DispatchShar
         if (s != args.call.rank) longest = max(longest, shared.route.received[s]);
     const int32 num_groups = (longest + kGroup - 1) / kGroup * (Shape::num_ranks - 1);
     Claims claims(args.call.claimed + 1, lane);
-    for (int32 i = warp * gridDim.x + blockIdx.x; i < num_groups; i = gridDim.x * kFillWarps + claims.take()) {
+    for (int32 i = claims.take(); i < num_groups; i = claims.take()) {
         const int32 source = (args.call.rank + 1 + i % kSources) % Shape::num_ranks;
         const int32 in_source = i / kSources * kGroup + in_group;
         const int64 row = shared.route.received_base[source] + in_source;

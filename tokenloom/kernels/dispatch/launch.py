@@ -20,17 +20,20 @@ from tokenloom.kernels.common import (
     FieldsAtOnce,
     describe,
     int32_fields,
+    peers_of_token,
     require_shared,
     ring,
+    sending_blocks,
     short_name,
     uint64_fields,
 )
+from tokenloom.kernels.common.sharing import LINK_GB_PER_S, QUANTIZE_GB_PER_S, STORE_GB_PER_S, TOKEN_US
 from tokenloom.plan import DISPATCH_STRATEGIES, Plan
 
 SEND_WARPS = 8
 """Warps of a block that stream rows. Their rings share the memory of an SM."""
 FILL_WARPS = 8
-"""Further warps of a block in layout expert: a notify warp, and those that copy rows to their further places."""
+"""Further warps of a block in layout expert, which copy rows to their further places. One notifies before."""
 QUANTIZE_WARPS = 16
 """Warps of a block that quantise rows on their way. They need no ring."""
 STAGED_WARPS = 16
@@ -61,7 +64,7 @@ class DispatchArgs(ctypes.Structure):
         *uint64_fields("peers", "rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens"),
         *uint64_fields("region_bytes", "turn_bytes", "block_counts", "slots_found", "host_counts"),
         *int32_fields("max_tokens", "capacity", "alignment", "ids_are_int64", "stop_on_overflow", "turns"),
-        *int32_fields("send_blocks", "padding"),
+        *int32_fields("send_blocks", "peer_blocks"),
     ]
 
 
@@ -116,6 +119,22 @@ class DispatchVariant:
         """Scales that come with a row; 0 where it is not FP8."""
         return self.plan.scales_by(self.recipe) if self.row_dtype == torch.float8_e4m3fn else 0
 
+    def peer_blocks(self, blocks: int) -> int:
+        """Count the blocks, of so many, that send to other ranks, if all experts are as popular (direct rows of
+        routes)."""
+        plan = self.plan
+        ranks, routes = plan.num_ranks, plan.top_k * (1 - 1 / plan.num_ranks)  # of a token to other ranks
+        own, row_bytes = plan.top_k / ranks, plan.hidden * self.row_dtype.itemsize
+        sent = {"dedup": peers_of_token(ranks, plan.top_k), "all_to_all": routes, "all_gather": 0.0}[self.strategy]
+        if ranks == 1 and not self.quantize:
+            return 0
+        us = 1e-3 / STORE_GB_PER_S * row_bytes  # to store a row
+        sending, other = max(sent * us, TOKEN_US), (own + routes - sent) * us
+        if self.quantize:
+            read = plan.hidden * self.x_dtype.itemsize * 1e-3 / QUANTIZE_GB_PER_S
+            sending, other = max(read, sending), other - own * us
+        return sending_blocks(blocks, sending, other, sent * row_bytes * 1e-3 / LINK_GB_PER_S)
+
     def __str__(self) -> str:
         rows = f"{short_name(self.x_dtype)} to fp8, {self.quantize}" if self.quantize else short_name(self.x_dtype)
         words = [f"layout {self.layout}", self.strategy, rows]
@@ -138,12 +157,11 @@ class DispatchVariant:
         row_bytes = plan.hidden * self.row_dtype.itemsize
         send_warps = SEND_WARPS if direct or not self.quantize else QUANTIZE_WARPS
         if self.staged:
-            warps, fill_warps = STAGED_WARPS, 0
+            warps = STAGED_WARPS
         elif direct:
             warps = {"whole": send_warps + FILL_WARPS, "send": send_warps + 1, "receive": STAGED_WARPS}[self.part]
-            fill_warps = {"whole": FILL_WARPS - 1, "send": 0, "receive": warps}[self.part]
         else:
-            warps, fill_warps = send_warps, 0
+            warps = send_warps
         counts = plan.num_ranks + plan.num_experts
         route_bytes = 4 * (
             3 * counts + 16 + 8 * plan.num_ranks + plan.num_experts + (plan.num_experts if direct else 1)
@@ -182,7 +200,6 @@ class DispatchVariant:
             "part": PARTS[self.part],
             "threads": 32 * warps,
             "send_warps": send_warps,
-            "fill_warps": fill_warps,
             "place_warps": place_warps,
             "stage_bytes": stage_bytes,
             "stages": stages,

@@ -82,6 +82,7 @@ __device__ void find_node_rows(const DispatchNetworkArgs& args, NodesShared<Shap
 // Where the rows of a token go: to the ranks of this node, and once for each other node to where they are put from.
 template <class Shape>
 struct ToNodes {
+    static constexpr Sent kSent = Sent::kAll;
     const DispatchNetworkArgs& args;
     ToRanks<Shape> here;
     uint64 packed;      // where the regions of this turn begin

@@ -142,8 +142,8 @@ __device__ void find_slots(const DispatchArgs& args, RouteShared<Shape>& shared,
     }
 }
 
-// Layouts expert and slots: places[t][k] for the tokens of this chunk, in the order (token, k) within each expert.
-// Staged, they are numbers within the routes of this source.
+// Layouts expert and slots: places[t][k] for the tokens of this chunk, in the order (token, k) within the routes of this
+// source to each expert. What is sent directly adds where those begin (place_base).
 // Each warp takes a contiguous part of a tile's routes: it counts them first, then ranks equal experts lane by lane.
 template <class Shape>
 __device__ void find_places(const DispatchArgs& args, RouteShared<Shape>& shared, RunningCounts<Shape>& running,
@@ -182,7 +182,7 @@ __device__ void find_places(const DispatchArgs& args, RouteShared<Shape>& shared
             __syncwarp();
             if (expert >= 0) {
                 if (earlier == 0) counts[expert] = next + __popc(same);
-                places[first + i] = (Places<Shape>::kDirect ? shared.place_base[expert] : 0) + next + earlier;
+                places[first + i] = next + earlier;
             } else if (first + i < end) {
                 places[first + i] = -1;
             }

@@ -31,6 +31,7 @@ __device__ __forceinline__ TokenRoutes routes_of(const DispatchArgs& args, const
         if (args.topk_weights != nullptr) routes.weight = args.topk_weights[index];
         if (routes.expert >= 0) {
             if constexpr (Places<Shape>::kOfRoutes) routes.place = places[index];
+            if constexpr (Places<Shape>::kDirect) routes.place += route.place_base[routes.expert];
             routes.rank = routes.expert / Shape::experts_per_rank;
             routes.row = route.row_base[routes.rank] + args.slots[token * Shape::num_ranks + routes.rank];
             if constexpr (!Places<Shape>::kOfRoutes) routes.place = routes.row;
@@ -41,6 +42,18 @@ __device__ __forceinline__ TokenRoutes routes_of(const DispatchArgs& args, const
     const bool first = (routes.same_rank & __ballot_sync(~0u, fits) & ((1u << lane) - 1)) == 0;
     const bool is_own = Places<Shape>::kDirect && routes.rank == args.call.rank;  // goes to all of its places
     routes.is_target = fits && (is_own || Shape::strategy == kAllToAll || (Shape::strategy == kDedup && first));
+    return routes;
+}
+
+// Which of a token's rows a warp sends: all of them, those to other ranks, or those that stay.
+enum class Sent { kAll, kToPeers, kOwn };
+
+// Routes without those whose rows are not among them.
+template <Sent kSent>
+__device__ __forceinline__ TokenRoutes only(TokenRoutes routes, int32 own_rank) {
+    if (kSent == Sent::kAll || (routes.rank == own_rank) == (kSent == Sent::kOwn)) return routes;
+    routes.rank = -1;
+    routes.is_target = false;
     return routes;
 }
 
@@ -88,41 +101,51 @@ __device__ __forceinline__ const float* own_scales(const DispatchArgs& args, int
 }
 
 // The tokens that a sending warp takes: first one of its block's chunk, whose slots this block has found, then whatever
-// is left of all chunks, once all blocks have found theirs.
-template <class Shape>
+// is left of all chunks, once all blocks have found theirs. Of rows that stay, blocks begin with none of their own.
+template <class Shape, Sent kSent>
 struct TokenSource {
     const DispatchArgs& args;
     Claims claims;
-    int32 own;      // the first token, or -1
-    int32 size;     // of a chunk
+    int32 own;  // the first token, or -1
     uint32 epoch;
     bool slots_are_found = false;
     bool expired = false;  // a block has left without finding its slots
 
     __device__ TokenSource(const DispatchArgs& args_, Chunk chunk, uint32 epoch_, int warp, int lane)
-        : args(args_), claims(args_.call.claimed, lane), own(chunk.begin + warp), size(chunk_size(args_.num_tokens)),
+        : args(args_), claims(args_.call.claimed + (kSent == Sent::kOwn ? kOwnRows : 0), lane), own(chunk.begin + warp),
           epoch(epoch_) {
-        if (own >= chunk.end) own = -1;
+        if (kSent == Sent::kOwn || own >= chunk.end) own = -1;
     }
 
     __device__ bool next(int32& token) {
         token = own;
         own = -1;
         if (token >= 0) return true;
-        const int32 rest = size - Shape::send_warps;  // of each chunk
-        if (rest <= 0) return false;
-        if (!slots_are_found) {
-            const auto* found = reinterpret_cast<const uint32*>(args.slots_found);
-            const bool here = claims.lane >= gridDim.x ||
-                              wait_for_block(found + claims.lane, epoch, deadline_of(args.call), args.call.rank);
-            expired = !__all_sync(~0u, here);
-            __syncwarp();
-            if (expired) return false;
-            slots_are_found = true;
-        }
-        const uint32 item = claims.take();
-        token = item / rest * size + Shape::send_warps + item % rest;
-        return token < args.num_tokens;
+        const int32 size = chunk_size(args.num_tokens), rest = size - Shape::send_warps;
+        // Chunks whose first tokens are taken, and what is left of them.
+        const int32 begun = kSent == Sent::kOwn ? 0 : Places<Shape>::kDirect ? args.peer_blocks : gridDim.x;
+        const int32 of_begun = begun * max(rest, 0);
+        if (of_begun == 0 && begun * size >= args.num_tokens) return false;
+        if (!slots_are_found && !find_slots_found()) return false;
+        do {
+            const int32 item = claims.take();
+            token = item < of_begun ? item / rest * size + Shape::send_warps + item % rest
+                                    : begun * size + item - of_begun;
+            if (token >= args.num_tokens) return false;
+        } while (kSent == Sent::kOwn && args.slots[static_cast<int64>(token) * Shape::num_ranks + args.call.rank] < 0);
+        return true;
+    }
+
+   private:
+    __device__ bool find_slots_found() {
+        const auto* found = reinterpret_cast<const uint32*>(args.slots_found);
+        bool here = true;
+        for (uint32 block = claims.lane; block < gridDim.x; block += 32)
+            here = here && wait_for_block(found + block, epoch, deadline_of(args.call), args.call.rank);
+        slots_are_found = __all_sync(~0u, here);
+        expired = !slots_are_found;
+        __syncwarp();
+        return slots_are_found;
     }
 };
 
@@ -142,8 +165,9 @@ __device__ void notify_row(const DispatchArgs& args, const DispatchShared<Shape>
 
 // Where the rows of a token go: straight to the ranks that hold its experts. Between nodes they also go elsewhere
 // (nodes.cuh).
-template <class Shape>
+template <class Shape, Sent kRows = Sent::kAll>
 struct ToRanks {
+    static constexpr Sent kSent = kRows;
     const DispatchArgs& args;
     const DispatchShared<Shape>& shared;
     const int32* places;
@@ -152,7 +176,7 @@ struct ToRanks {
 
     // All but the row itself.
     __device__ __forceinline__ void send_rest(int32 token, int lane) {
-        routes = routes_of<Shape>(args, shared.route, places, turn, token, lane);
+        routes = only<kSent>(routes_of<Shape>(args, shared.route, places, turn, token, lane), args.call.rank);
         send_metadata<Shape>(args, shared, routes, token, args.topk_weights != nullptr, lane);
         if constexpr (kBringsScales<Shape>)
             send_scales<Shape>(args, shared, routes, own_scales<Shape>(args, token), lane);
@@ -180,8 +204,9 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
     using Stream = typename DispatchShared<Shape>::Stream;
     static_assert(Stream::kAhead + 4 < Progress<Shape::send_warps>::kRecent, "rows begun and not yet notified");
     constexpr int kUnreported = 2;  // rows that are on their way when the one before them is reported
-    constexpr bool kReports = Places<Shape>::kDirect;
-    TokenSource<Shape> tokens(args, chunk, epoch, warp, lane);
+    constexpr bool kReports = Places<Shape>::kDirect && Way::kSent != Sent::kOwn;
+    constexpr bool kRowsFollow = Shape::strategy == kAllGather && Way::kSent == Sent::kToPeers;  // by copy engines
+    TokenSource<Shape, Way::kSent> tokens(args, chunk, epoch, warp, lane);
     uint32 begun = 0;
     const auto row_of = [&](int64 token) {
         const int64 bytes = Shape::quantize == kAsIs ? Shape::row_bytes : Shape::hidden * kValueBytes<Shape::x_dtype>;
@@ -193,7 +218,13 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
         return true;
     };
     const auto target = [&]() { return way.is_target() ? way.row() : Stream::kNowhere; };
-    if constexpr (Shape::quantize == kAsIs) {
+    if constexpr (kRowsFollow) {
+        int32 token;
+        for (uint32 row = 0; begin(token); ++row) {
+            way.send_rest(token, lane);
+            shared.progress.report(warp, row + 1, lane);
+        }
+    } else if constexpr (Shape::quantize == kAsIs) {
         Stream stream(shared.stream[warp], shared.control_of_stream[warp], lane);
         stream.run(
             [&](const unsigned char*& from, uint64& tag) {
