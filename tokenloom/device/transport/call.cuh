@@ -252,7 +252,7 @@ __device__ __forceinline__ void forget_old_flags(const Call& call, uint32 epoch,
 template <int kPart = kWhole, class Publish>
 __device__ __forceinline__ void close_call(const Call& call, Turn turn, bool done, Publish publish) {
     constexpr uint32 kInVain = 1 << 16;  // a grid has fewer blocks
-    constexpr uint32 kForgets = 1u << 30;  // calls after which old flags are forgotten
+    constexpr uint32 kForgets = 1u << 30;  // calls after which old flags are forgotten; not where epochs wrap
     const uint32 own = __syncthreads_and(done) ? 1 : kInVain + 1;
     if (threadIdx.x >= 32) return;
     bool last = false, in_vain = false;
@@ -272,9 +272,10 @@ __device__ __forceinline__ void close_call(const Call& call, Turn turn, bool don
         }
     }
     if (kPart != kReceive && __any_sync(~0u, last)) {
+        __syncwarp();  // behind what thread 0 has acquired
         if (call.block_flags != nullptr)
             for (int i = threadIdx.x; i < 2 * kMostBlocks; i += 32) call.block_flags[i] = 0;
-        if (turn.epoch % kForgets == 0) forget_old_flags(call, turn.epoch, threadIdx.x);
+        if (turn.epoch % kForgets == kForgets / 2) forget_old_flags(call, turn.epoch, threadIdx.x);
     }
     if (__any_sync(~0u, in_vain)) {
         __syncwarp();  // the other lanes write behind what thread 0 has acquired
