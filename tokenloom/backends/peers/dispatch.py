@@ -34,7 +34,7 @@ from tokenloom.backends.seam import (
     Tokens,
 )
 from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError
-from tokenloom.kernels.common import block_count_words
+from tokenloom.kernels.dispatch.launch import block_count_words
 from tokenloom.ops import routing
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.deferred_release import keep_until_idle
@@ -213,8 +213,6 @@ class DirectDispatch(PeerDispatch):
         self._count = buffers if kind.width is None else buffers.narrow
         self.capacity = self._most_rows() if capacity is None else capacity
         self.num_places = plan.worst_case_rows("rank") if options.layout == "rank" else self.capacity
-        # Senders drop by it what does not fit elsewhere, and leave a call without a word where it is exact.
-        self.call_kind = self.call_kind.also("rows of the output", self.num_places)
         self._buffer_rows = self.capacity if options.layout == "expert" else 0
         results = ResultsLayout(
             plan,

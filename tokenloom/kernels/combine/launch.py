@@ -27,24 +27,25 @@ from tokenloom.kernels.common import (
 from tokenloom.kernels.common.sharing import ADD_GB_PER_S, LINK_GB_PER_S, PUSH_GB_PER_S
 from tokenloom.plan import Plan
 
-THREADS = 512
-"""Of a block: with more, sums lack registers for the rows that are loaded together."""
+COPY_THREADS, SUM_THREADS = 512, 640
+"""Threads of a block whose pushing warps send rows as they are, and of one where they make them. Eager calls have few
+rows, and need the registers more than the warps."""
 CHUNK_SHIFT, LONE_ROWS = 2, 512
 """Chunks have 4 rows. Where rows are sums, the last 512 for each home rank are chunks by themselves: at the end home
 waits for what slow SMs have claimed. But each chunk has a claim and a flag, and rows that are copied lose by it."""
 COPY_WARPS = {12288: 4, 2048: 6, 0: 12}
 """Warps of a block that send rows as they are, by the least bytes of a row. Bulk copies need few threads."""
-PUSH_WARPS = 15
+PUSH_WARPS = 16
 """Warps of a block that send rows which are sums, or have to be converted."""
 PUSH_STAGES = 4
-"""Most stages of each such warp: 15 warps have 90 KB in flight, which is what an SM's path to memory needs."""
+"""Most stages of each such warp: 16 warps have 96 KB in flight, which is what an SM's path to memory needs."""
 PRE_REDUCE_WARPS = 12
 PRE_REDUCE_BLOCKS = 64
 """Blocks of the kernel that pre-reduces, which only reads and writes this GPU's memory."""
 MOST_TERMS_AT_ONCE = {2: 8, 4: 4}
 """Terms of a sum at home whose loads are in flight together, by bytes of a value."""
-SUM_REGISTERS = 80
-"""Registers for them and for the sum. With more, variants spill."""
+SUM_REGISTERS = {COPY_THREADS: 80, SUM_THREADS: 56}
+"""Registers for them and for the sum, by threads of a block. With more, variants spill."""
 
 
 WEIGHTS = {"none": 0, "received": 1, "home": 2}
@@ -158,7 +159,8 @@ class CombineVariant:
         plan, hidden = self.plan, self.hidden or self.plan.hidden
         copies = self.copies
         row_bytes = hidden * self.wire_dtype.itemsize
-        push_warps = THREADS // 32 if self.eager else _copy_warps(row_bytes) if copies else PUSH_WARPS
+        threads = COPY_THREADS if copies or self.dense or self.eager else SUM_THREADS
+        push_warps = threads // 32 if self.eager else _copy_warps(row_bytes) if copies else PUSH_WARPS
         rings = 1 if self.dense or self.part == "receive" else push_warps
         ranks_of_token = plan.num_ranks * (1 - (1 - 1 / plan.num_ranks) ** plan.top_k)  # if routing is random
         terms_of_token = plan.top_k if self.mode == "per_route" else ranks_of_token
@@ -184,10 +186,10 @@ class CombineVariant:
             "weights": WEIGHTS[self.weights],
             "eager": int(self.eager),
             "part": PARTS[self.part],
-            "threads": THREADS,
+            "threads": threads,
             "push_warps": push_warps,
             "sum_terms": _terms_at_once(terms_of_token, MOST_TERMS_AT_ONCE[self.wire_dtype.itemsize]),
-            "sum_registers": SUM_REGISTERS,
+            "sum_registers": SUM_REGISTERS[threads],
             "stage_bytes": stage_bytes,
             "stages": stages,
             "chunk_shift": CHUNK_SHIFT,
@@ -198,7 +200,7 @@ class CombineVariant:
             "kernels/combine/combine.cuh",
             tuple(shape.items()),
             CombineArgs,
-            threads=THREADS,
+            threads=threads,
             shared_bytes=shared_bytes,
         )
 

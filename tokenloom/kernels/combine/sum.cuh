@@ -41,7 +41,7 @@ __device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& sh
     if (Shape::eager == 0 && args.num_tokens == 0) return true;
     const int32 push_blocks = CombineRoles<Shape>::push_blocks(args), blocks = gridDim.x - push_blocks;
     const int32 num_warps = blocks * kWarps, block = blockIdx.x - push_blocks;
-    const int32 parts = Rows::Sum::parts(max(args.num_tokens, 1), gridDim.x * kWarps);
+    const int32 parts = Rows::Sum::parts(max(args.num_tokens, 1), max(num_warps, 1));
     const int32 num_items = args.num_tokens * parts;
     Claims claims(args.call.claimed + 1, lane);
     int32 item = block < 0 ? num_warps + claims.take() : warp * blocks + block;

@@ -138,7 +138,7 @@ struct TokenSource {
 
    private:
     __device__ bool find_slots_found() {
-        const uint32* found = slots_found(args);
+        const auto* found = reinterpret_cast<const uint32*>(args.slots_found);
         bool here = true;
         for (uint32 block = claims.lane; block < gridDim.x; block += 32)
             here = here && wait_for_block(found + block, epoch, deadline_of(args.call), args.call.rank);
