@@ -71,8 +71,8 @@ def moving(make: Callable[[], tl.Communicator], gradients: bool, settle: Callabl
 @pytest.mark.parametrize(
     ("gradients", "want"),
     [
-        (False, {"dispatch": [(235, 29), (32, 16)], "combine": [(103, 22), (31, 16)]}),
-        (True, {"dispatch": [(244, 30), (41, 17)], "combine": [(110, 23), (38, 17)]}),
+        (False, {"dispatch": [(235, 29), (32, 16)], "combine": [(102, 22), (31, 16)]}),
+        (True, {"dispatch": [(244, 30), (41, 17)], "combine": [(109, 23), (38, 17)]}),
     ],
     ids=["plain", "with gradients"],
 )

@@ -60,7 +60,7 @@ EXPIRED_CALLS = (
       "routes.rank == own_rank", "tests/comm/test_dispatch.py::test_to_fp8_and_gradients",
       gpu=True),
     M("all-blocks-send", "no block adds rows while others send", "kernels.common.sharing:sending_blocks",
-      "max(links_us, (sending_us + other_us) / blocks)", "links_us",
+      "max(links, (sending + other) / blocks)", "links",
       "tests/kernels/test_sharing.py::test_nobody_is_late"),
     M("links-wait-for-senders", "so few blocks send that the links wait", "kernels.common.sharing:sending_blocks",
       "math.ceil", "math.floor", "tests/kernels/test_sharing.py::test_nobody_is_late"),

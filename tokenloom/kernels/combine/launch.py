@@ -18,7 +18,7 @@ from tokenloom.kernels.common import (
     FieldsAtOnce,
     describe,
     int32_fields,
-    peers_of_token,
+    ranks_of_token,
     ring,
     sending_blocks,
     short_name,
@@ -112,31 +112,23 @@ class CombineVariant:
     def push_blocks(self, blocks: int) -> int:
         """Count the blocks, of so many, that push rows, if all experts are as popular."""
         plan, hidden = self.plan, self.hidden or self.plan.hidden
-        ranks, routes = plan.num_ranks, plan.top_k
-        peers = peers_of_token(ranks, routes)  # rows of a token that come from them, as sums
-        own = peers / (ranks - 1) if ranks > 1 else 1.0
-        if self.mode == "per_route":
-            peers, own = routes * (1 - 1 / ranks), routes / ranks
-        y_bytes, wire_bytes = (hidden * dtype.itemsize * 1e-3 for dtype in (self.y_dtype, self.wire_dtype))
-        out_bytes = hidden * self.out_dtype.itemsize * 1e-3
+        rows = plan.top_k if self.mode == "per_route" else ranks_of_token(plan.num_ranks, plan.top_k)  # of a token
+        from_peers = rows * (1 - 1 / plan.num_ranks)
+        y_bytes, wire_bytes = hidden * self.y_dtype.itemsize, hidden * self.wire_dtype.itemsize
         if self.layout == "expert":  # rows for this rank's own tokens are sent too
-            pushed = routes * y_bytes + (peers + own) * wire_bytes
+            pushed = plan.top_k * y_bytes + rows * wire_bytes
         elif self.copies:
-            pushed = 2 * peers * wire_bytes
+            pushed = 2 * from_peers * wire_bytes
         else:
-            pushed = (peers + own) * (y_bytes + wire_bytes)
-        added = (peers + own) * wire_bytes + out_bytes
-        return sending_blocks(blocks, pushed / PUSH_GB_PER_S, added / ADD_GB_PER_S, peers * wire_bytes / LINK_GB_PER_S)
+            pushed = rows * (y_bytes + wire_bytes)
+        added = rows * wire_bytes + hidden * self.out_dtype.itemsize
+        links = from_peers * wire_bytes / LINK_GB_PER_S
+        return sending_blocks(blocks, pushed / PUSH_GB_PER_S, added / ADD_GB_PER_S, links)
 
     @property
     def copies(self) -> bool:
         """Whether rows are sent as they are, in large calls."""
         return self.layout != "expert" and self.y_dtype == self.wire_dtype and not (self.dense or self.eager)
-
-    @property
-    def lone_rows(self) -> int:
-        """The last rows for each home rank, that are chunks by themselves."""
-        return 0 if self.copies else LONE_ROWS
 
     def __str__(self) -> str:
         dtypes = [short_name(dtype) for dtype in (self.y_dtype, self.wire_dtype, self.out_dtype)]
@@ -162,8 +154,7 @@ class CombineVariant:
         threads = COPY_THREADS if copies or self.dense or self.eager else SUM_THREADS
         push_warps = threads // 32 if self.eager else _copy_warps(row_bytes) if copies else PUSH_WARPS
         rings = 1 if self.dense or self.part == "receive" else push_warps
-        ranks_of_token = plan.num_ranks * (1 - (1 - 1 / plan.num_ranks) ** plan.top_k)  # if routing is random
-        terms_of_token = plan.top_k if self.mode == "per_route" else ranks_of_token
+        terms_of_token = plan.top_k if self.mode == "per_route" else ranks_of_token(plan.num_ranks, plan.top_k)
         other_bytes = 36 * plan.num_ranks + 4 * 19 * push_warps + 256 + reserved_bytes
         if copies:
             stage_bytes, stages, shared_bytes = ring(row_bytes, rings, other_bytes, 0)
@@ -193,7 +184,7 @@ class CombineVariant:
             "stage_bytes": stage_bytes,
             "stages": stages,
             "chunk_shift": CHUNK_SHIFT,
-            "lone_rows": self.lone_rows,
+            "lone_rows": 0 if copies else LONE_ROWS,
         }
         return KernelSpec(
             "combine",

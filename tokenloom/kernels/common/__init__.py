@@ -33,7 +33,7 @@ from tokenloom.kernels.common.ring import (
     require_shared,
     ring,
 )
-from tokenloom.kernels.common.sharing import peers_of_token, sending_blocks
+from tokenloom.kernels.common.sharing import ranks_of_token, sending_blocks
 from tokenloom.kernels.common.variant import Variant, spec_of
 
 __all__ = [
@@ -61,7 +61,7 @@ __all__ = [
     "describe",
     "int32_fields",
     "is_dense",
-    "peers_of_token",
+    "ranks_of_token",
     "require_shared",
     "ring",
     "sending_blocks",

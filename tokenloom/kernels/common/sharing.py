@@ -20,22 +20,22 @@ LINK_GB_PER_S = 400.0
 """More than all links of one GPU of an NVLink 4 host carry in one direction: 347 to 372 were measured."""
 
 
-def sending_blocks(blocks: int, sending_us: float, other_us: float, links_us: float) -> int:
+def sending_blocks(blocks: int, sending: float, other: float, links: float) -> int:
     """Count the blocks that send, so that neither they nor the others are late, nor more than fill the links.
 
     Args:
         blocks: of the kernel.
-        sending_us, other_us: the time that one SM by itself would take to send, and for all else.
-        links_us: the time of the links.
+        sending, other: the time that one SM by itself would take to send, and for all else, in any unit.
+        links: the time of the links.
 
     Returns:
         1 to ``blocks``; 0 if there is nothing to send.
     """
-    if sending_us == 0:
+    if sending == 0:
         return 0
-    return min(blocks, math.ceil(sending_us / max(links_us, (sending_us + other_us) / blocks)))
+    return min(blocks, math.ceil(sending / max(links, (sending + other) / blocks)))
 
 
-def peers_of_token(num_ranks: int, top_k: int) -> float:
-    """Expected number of other ranks that a token goes to, if all experts are as popular."""
-    return (num_ranks - 1) * (1 - (1 - 1 / num_ranks) ** top_k)
+def ranks_of_token(num_ranks: int, top_k: int) -> float:
+    """Expected number of ranks that a token goes to, its own among them, if all experts are as popular."""
+    return num_ranks * (1 - (1 - 1 / num_ranks) ** top_k)

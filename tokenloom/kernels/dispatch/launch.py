@@ -20,7 +20,7 @@ from tokenloom.kernels.common import (
     FieldsAtOnce,
     describe,
     int32_fields,
-    peers_of_token,
+    ranks_of_token,
     require_shared,
     ring,
     sending_blocks,
@@ -123,9 +123,12 @@ class DispatchVariant:
         """Count the blocks, of so many, that send to other ranks, if all experts are as popular (direct rows of
         routes)."""
         plan = self.plan
-        ranks, routes = plan.num_ranks, plan.top_k * (1 - 1 / plan.num_ranks)  # of a token to other ranks
+        ranks, to_peers = plan.num_ranks, 1 - 1 / plan.num_ranks
+        routes = plan.top_k * to_peers  # of a token to other ranks
         own, row_bytes = plan.top_k / ranks, plan.hidden * self.row_dtype.itemsize
-        sent = {"dedup": peers_of_token(ranks, plan.top_k), "all_to_all": routes, "all_gather": 0.0}[self.strategy]
+        sent = {"dedup": ranks_of_token(ranks, plan.top_k) * to_peers, "all_to_all": routes, "all_gather": 0.0}[
+            self.strategy
+        ]
         if ranks == 1 and not self.quantize:
             return 0
         us = 1e-3 / STORE_GB_PER_S * row_bytes  # to store a row
