@@ -138,7 +138,7 @@ __device__ void push_copies(const CombineArgs& args, CombineShared<Shape>& share
     constexpr int64 kRowBytes = CombineRows<Shape>::kWireBytes;
     using Copy = typename CombineRows<Shape>::Copy;
     static_assert(Copy::kAhead + 2 < Progress<Shape::push_warps>::kRecent, "chunks begun and not yet reported");
-    Copy stream(shared.push.ring[warp], shared.push.control[warp], lane);
+    Copy stream(shared.push[warp], shared.control_of_push[warp], lane);
     ChunkSource<Shape> chunks(args, shared, warp, lane);
     PushChunk chunk{};
     int32 in_chunk = 0, kept = 0;
@@ -169,6 +169,7 @@ __device__ void push_copies(const CombineArgs& args, CombineShared<Shape>& share
             ++in_chunk;
             return true;
         },
+        [](uint64) {},
         [&](uint64 tag) { return lane == 0 ? static_cast<int64>(tag & ~1ull) : Copy::kNowhere; },
         [&](uint32, uint64 tag) {
             if ((tag & 1) == 0) return;
@@ -259,7 +260,7 @@ struct ChunkRows {
 // One pushing warp: rows that are made on the way.
 template <class Shape>
 __device__ void push_sums(const CombineArgs& args, CombineShared<Shape>& shared, int warp, int lane) {
-    typename CombineRows<Shape>::Push stream(shared.push.ring[warp], lane);
+    typename CombineRows<Shape>::Push stream(shared.push[warp], lane);
     ChunkRows<Shape> rows{shared, ChunkSource<Shape>(args, shared, warp, lane)};
     using Row = typename ChunkRows<Shape>::Row;
     uint32 begun = 0;
@@ -336,7 +337,7 @@ struct BlockRows {
 // Eager: what a block sends, and then one signal to each rank, since a release takes as long as a few rows.
 template <class Shape>
 __device__ void push_eagerly(const CombineArgs& args, CombineShared<Shape>& shared, Turn turn, int warp, int lane) {
-    typename CombineRows<Shape>::Push stream(shared.push.ring[warp], lane);
+    typename CombineRows<Shape>::Push stream(shared.push[warp], lane);
     BlockRows<Shape> rows(args, shared, warp);
     push_all<Shape>(args, rows, stream, lane, [](const auto&) {}, [](const auto&) {});
     if (lane == 0) mark(args.call, kSent);

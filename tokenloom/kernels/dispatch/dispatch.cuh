@@ -41,7 +41,7 @@ __device__ __forceinline__ void clear(const DispatchArgs& args, const DispatchSh
 template <class Shape>
 __device__ bool send_and_fill(const DispatchArgs& args, DispatchShared<Shape>& shared, const int32* places, Turn turn,
                               Chunk chunk, int warp, int lane) {
-    constexpr int kWarps = Shape::threads / 32, kIdle = kWarps - Shape::send_warps;
+    constexpr int kWarps = Shape::threads / 32;
     constexpr bool kFills = Shape::part == kWhole;
     constexpr bool kOnce = Shape::quantize != kAsIs;  // it costs more to quantise a row again than to store it
     const int32 peer_blocks = args.peer_blocks, block = blockIdx.x;
@@ -57,14 +57,14 @@ __device__ bool send_and_fill(const DispatchArgs& args, DispatchShared<Shape>& s
         }
         if (!__syncthreads_and(done)) return false;
     }
-    const int32 first = peer_blocks < gridDim.x ? peer_blocks : 0;  // a block by itself is both
-    if (kFills && block >= first && warp >= Shape::send_warps)
-        clear<Shape>(args, shared, (block - first) * kIdle + warp - Shape::send_warps, (gridDim.x - first) * kIdle, lane);
     if (!kOnce && warp < Shape::send_warps) {
         const ToRanks<Shape, Sent::kOwn> way{args, shared, places, turn};
         done = send_rows<Shape>(args, shared, way, chunk, turn.epoch, warp, lane);
     }
     if constexpr (kFills) {
+        const int32 first = peer_blocks < gridDim.x ? peer_blocks : 0;  // a block by itself is both
+        if (block >= first)
+            clear<Shape>(args, shared, (block - first) * kWarps + warp, (gridDim.x - first) * kWarps, lane);
         done = done && fill_further_places<Shape>(args, shared, turn.epoch, lane);
         if (lane == 0) mark(args.call, kFilled);
     }

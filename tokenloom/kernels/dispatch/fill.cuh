@@ -49,14 +49,13 @@ __device__ bool fill_further_places(const DispatchArgs& args, const DispatchShar
             if constexpr (kGathered)
                 from = static_cast<const unsigned char*>(args.gathered) +
                        (static_cast<int64>(source) * args.max_tokens + of_lane(token, of_row)) * Shape::row_bytes;
+            [[maybe_unused]] RowScales<Shape> its_scales;
+            if constexpr (Shape::scales_per_row > 0) its_scales.load(scales + first * Shape::scales_per_row, lane);
             copy_row<Shape::row_bytes>(
                 from, reinterpret_cast<uint64>(rows) + static_cast<int64>(place) * Shape::row_bytes, further, lane);
             if constexpr (Shape::scales_per_row > 0) {
-                for (uint32 rest = further; rest != 0; rest &= rest - 1) {
-                    const int64 to = of_lane(place, rest);
-                    for (int c = lane; c < Shape::scales_per_row; c += 32)
-                        scales[to * Shape::scales_per_row + c] = scales[first * Shape::scales_per_row + c];
-                }
+                for (uint32 rest = further; rest != 0; rest &= rest - 1)
+                    its_scales.store(scales + static_cast<int64>(of_lane(place, rest)) * Shape::scales_per_row, lane);
             }
         }
     }

@@ -88,10 +88,12 @@ struct ToNodes {
     uint64 packed;      // where the regions of this turn begin
     uint64 record = 0;  // of the node that this lane is the first with a route to; 0: none
 
+    __device__ __forceinline__ void load(int32 token, int lane) { here.load(token, lane); }
+
     __device__ __forceinline__ void send_rest(int32 token, int lane) {
         using Rows = Packed<Shape>;
         auto& routes = here.routes;
-        routes = routes_of<Shape>(args, here.shared.route, here.places, here.turn, token, lane);
+        routes = routes_of<Shape>(args, here.shared.route, here.loads, here.turn, lane);
         const int own = Rows::node_of(args.call.rank), node = routes.rank >= 0 ? Rows::node_of(routes.rank) : own;
         const uint32 same_node = __match_any_sync(~0u, node);
         const bool is_far = node != own;
@@ -106,8 +108,7 @@ struct ToNodes {
             routes.is_target = false;
         }
         send_metadata<Shape>(args, here.shared, routes, token, args.topk_weights != nullptr, lane);
-        if constexpr (kBringsScales<Shape>)
-            send_scales<Shape>(args, here.shared, routes, own_scales<Shape>(args, token), lane);
+        if constexpr (kBringsScales<Shape>) send_scales<Shape>(args, here.shared, routes, here.loads.scales, lane);
         for (uint32 rest = __ballot_sync(~0u, record != 0); rest != 0; rest &= rest - 1)
             pack_metadata(all, of_lane(record, rest), of_lane(node, rest), node, token, lane);
     }
@@ -127,11 +128,8 @@ struct ToNodes {
             ints(Rows::kSlots)[lane] =
                 args.slots[static_cast<int64>(token) * Shape::num_ranks + node * Shape::node_ranks + lane];
         if (lane == 0) *ints(Rows::kToken) = token;
-        if constexpr (kBringsScales<Shape>) {
-            const float* from = own_scales<Shape>(args, token);
-            for (int i = lane; i < Shape::scales_per_row; i += 32)
-                reinterpret_cast<float*>(to + Rows::kScales)[i] = from[i];
-        }
+        if constexpr (kBringsScales<Shape>)
+            here.loads.scales.store(reinterpret_cast<float*>(to + Rows::kScales), lane);
     }
 
     __device__ __forceinline__ bool is_target() const { return record != 0 || here.is_target(); }
@@ -207,8 +205,11 @@ __device__ void forward_row(const DispatchNetworkArgs& args, const DispatchShare
     routes.is_target = routes.rank >= 0 && (routes.same_rank & ((1u << lane) - 1)) == 0;
     if (lane < Shape::node_ranks) slots_kept[lane] = ints(Rows::kSlots)[lane];
     send_metadata<Shape>(args, shared, routes, *ints(Rows::kToken), weighted, lane);
-    if constexpr (Shape::scales_per_row > 0)
-        send_scales<Shape>(args, shared, routes, reinterpret_cast<const float*>(record + Rows::kScales), lane);
+    if constexpr (Shape::scales_per_row > 0) {
+        RowScales<Shape> scales;
+        scales.load(reinterpret_cast<const float*>(record + Rows::kScales), lane);
+        send_scales<Shape>(args, shared, routes, scales, lane);
+    }
     const uint64 to = routes.is_target ? shared.data.staging_address(routes.rank, args.rows) +
                                              static_cast<int64>(routes.row) * Shape::row_bytes
                                        : 0;

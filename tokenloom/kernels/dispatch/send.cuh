@@ -14,6 +14,32 @@ struct TokenRoutes {
     bool is_target;    // the sending warp puts the row in this place
 };
 
+// Tokens come with scales; else there are none, or they are made on the way.
+template <class Shape>
+constexpr bool kBringsScales = Shape::scales_per_row > 0 && Shape::quantize == kAsIs;
+
+// What is read of a token before its row is sent. No load waits for another, so they are issued a row ahead.
+template <class Shape>
+struct TokenLoads {
+    int32 expert;  // of lane k's route
+    float weight;
+    int32 place;
+    int32 slot;  // among the rows for rank `lane`
+    RowScales<Shape> scales;
+
+    __device__ __forceinline__ void begin(const DispatchArgs& args, const int32* places, int64 token, int lane) {
+        const int64 index = token * Shape::top_k + lane;
+        expert = -1, weight = 0.0f, place = -1, slot = -1;
+        if (lane < Shape::top_k) {
+            expert = expert_of<Shape>(args, index);
+            if (args.topk_weights != nullptr) weight = args.topk_weights[index];
+            if constexpr (Places<Shape>::kOfRoutes) place = places[index];
+        }
+        if (lane < Shape::num_ranks) slot = args.slots[token * Shape::num_ranks + lane];
+        if constexpr (kBringsScales<Shape>) scales.load(args.scales + token * Shape::scales_per_row, lane);
+    }
+};
+
 // Where the row goes that a lane with a route is the target of.
 template <class Shape>
 __device__ __forceinline__ int32 target_of(const TokenRoutes& routes) {
@@ -22,20 +48,15 @@ __device__ __forceinline__ int32 target_of(const TokenRoutes& routes) {
 
 template <class Shape>
 __device__ __forceinline__ TokenRoutes routes_of(const DispatchArgs& args, const RouteShared<Shape>& route,
-                                                 const int32* places, Turn turn, int64 token, int lane) {
-    TokenRoutes routes{-1, -1, 0, -1, 0.0f, 0, false};
-    const int64 index = token * Shape::top_k + lane;
-    if (lane < Shape::top_k) {
-        routes.expert = expert_of<Shape>(args, index);
-        if (routes.expert >= 0 && turn.leaves_out(routes.expert / Shape::experts_per_rank)) routes.expert = -1;
-        if (args.topk_weights != nullptr) routes.weight = args.topk_weights[index];
-        if (routes.expert >= 0) {
-            if constexpr (Places<Shape>::kOfRoutes) routes.place = places[index];
-            if constexpr (Places<Shape>::kDirect) routes.place += route.place_base[routes.expert];
-            routes.rank = routes.expert / Shape::experts_per_rank;
-            routes.row = route.row_base[routes.rank] + args.slots[token * Shape::num_ranks + routes.rank];
-            if constexpr (!Places<Shape>::kOfRoutes) routes.place = routes.row;
-        }
+                                                 const TokenLoads<Shape>& loads, Turn turn, int lane) {
+    TokenRoutes routes{loads.expert, -1, 0, -1, loads.weight, 0, false};
+    if (routes.expert >= 0 && turn.leaves_out(routes.expert / Shape::experts_per_rank)) routes.expert = -1;
+    if (routes.expert >= 0) routes.rank = routes.expert / Shape::experts_per_rank;
+    const int32 slot = __shfl_sync(~0u, loads.slot, max(routes.rank, 0));
+    if (routes.rank >= 0) {
+        routes.row = route.row_base[routes.rank] + slot;
+        routes.place = Places<Shape>::kOfRoutes ? loads.place : routes.row;
+        if constexpr (Places<Shape>::kDirect) routes.place += route.place_base[routes.expert];
     }
     routes.same_rank = __match_any_sync(~0u, routes.rank);
     const bool fits = routes.place >= 0 && (Places<Shape>::kFixed || routes.place < args.capacity);
@@ -76,28 +97,14 @@ __device__ __forceinline__ void send_metadata(const DispatchArgs& args, const Di
     }
 }
 
-// Tokens come with scales; else there are none, or they are made on the way.
-template <class Shape>
-constexpr bool kBringsScales = Shape::scales_per_row > 0 && Shape::quantize == kAsIs;
-
 // A row's scales, to where the row goes.
 template <class Shape>
 __device__ __forceinline__ void send_scales(const DispatchArgs& args, const DispatchShared<Shape>& shared,
-                                            const TokenRoutes& routes, const float* from, int lane) {
-    constexpr int kLaneScales = (Shape::scales_per_row + 31) / 32;
+                                            const TokenRoutes& routes, const RowScales<Shape>& scales, int lane) {
     for (uint32 rest = __ballot_sync(~0u, routes.is_target); rest != 0; rest &= rest - 1) {
-        float* to = shared.data.template staging<float>(of_lane(routes.rank, rest), args.row_scales) +
-                    static_cast<int64>(of_lane(target_of<Shape>(routes), rest)) * Shape::scales_per_row;
-#pragma unroll 4
-        for (int i = 0; i < kLaneScales; ++i)
-            if (lane + 32 * i < Shape::scales_per_row) to[lane + 32 * i] = from[lane + 32 * i];
+        float* to = shared.data.template staging<float>(of_lane(routes.rank, rest), args.row_scales);
+        scales.store(to + static_cast<int64>(of_lane(target_of<Shape>(routes), rest)) * Shape::scales_per_row, lane);
     }
-}
-
-// The scales of this rank's token, where it comes with some.
-template <class Shape>
-__device__ __forceinline__ const float* own_scales(const DispatchArgs& args, int32 token) {
-    return args.scales + static_cast<int64>(token) * Shape::scales_per_row;
 }
 
 // The tokens that a sending warp takes: first one of its block's chunk, whose slots this block has found, then whatever
@@ -172,14 +179,17 @@ struct ToRanks {
     const DispatchShared<Shape>& shared;
     const int32* places;
     Turn turn;
+    TokenLoads<Shape> loads{};
     TokenRoutes routes{};
+
+    // For the token that send_rest comes to next.
+    __device__ __forceinline__ void load(int32 token, int lane) { loads.begin(args, places, token, lane); }
 
     // All but the row itself.
     __device__ __forceinline__ void send_rest(int32 token, int lane) {
-        routes = only<kSent>(routes_of<Shape>(args, shared.route, places, turn, token, lane), args.call.rank);
+        routes = only<kSent>(routes_of<Shape>(args, shared.route, loads, turn, lane), args.call.rank);
         send_metadata<Shape>(args, shared, routes, token, args.topk_weights != nullptr, lane);
-        if constexpr (kBringsScales<Shape>)
-            send_scales<Shape>(args, shared, routes, own_scales<Shape>(args, token), lane);
+        if constexpr (kBringsScales<Shape>) send_scales<Shape>(args, shared, routes, loads.scales, lane);
     }
 
     __device__ __forceinline__ bool is_target() const { return routes.is_target; }
@@ -197,12 +207,24 @@ struct ToRanks {
     }
 };
 
+// A row of values becomes FP8 on its way to each lane's target.
+template <class Shape, class Way>
+__device__ __forceinline__ void quantize_token(const Way& way, const unsigned char* from, int64 target, int lane) {
+    constexpr bool kPowerOfTwo = Shape::quantize == kToFp8PowerOfTwo;
+    const uint32 targets = __ballot_sync(~0u, way.is_target());
+    const uint64 scales = way.is_target() ? way.scales() : 0;
+    if constexpr (Shape::scales_per_row * kFp8Block == Shape::hidden)
+        quantize_row<Shape::x_dtype, Shape::hidden, kPowerOfTwo>(from, target, scales, targets, lane);
+    else
+        quantize_whole_row<Shape::x_dtype, Shape::hidden, kPowerOfTwo>(from, target, scales, targets, lane);
+}
+
 // One sending warp. False: not all rows could be sent.
 template <class Shape, class Way>
 __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& shared, Way way, Chunk chunk, uint32 epoch,
                           int warp, int lane) {
     using Stream = typename DispatchShared<Shape>::Stream;
-    static_assert(Stream::kAhead + 4 < Progress<Shape::send_warps>::kRecent, "rows begun and not yet notified");
+    static_assert(Stream::kAhead + 5 < Progress<Shape::send_warps>::kRecent, "rows begun and not yet notified");
     constexpr int kUnreported = 2;  // rows that are on their way when the one before them is reported
     constexpr bool kReports = Places<Shape>::kDirect && Way::kSent != Sent::kOwn;
     constexpr bool kRowsFollow = Shape::strategy == kAllGather && Way::kSent == Sent::kToPeers;  // by copy engines
@@ -218,13 +240,7 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
         return true;
     };
     const auto target = [&]() { return way.is_target() ? way.row() : Stream::kNowhere; };
-    if constexpr (kRowsFollow) {
-        int32 token;
-        for (uint32 row = 0; begin(token); ++row) {
-            way.send_rest(token, lane);
-            shared.progress.report(warp, row + 1, lane);
-        }
-    } else if constexpr (Shape::quantize == kAsIs) {
+    if constexpr (Shape::quantize == kAsIs && !kRowsFollow) {
         Stream stream(shared.stream[warp], shared.control_of_stream[warp], lane);
         stream.run(
             [&](const unsigned char*& from, uint64& tag) {
@@ -234,6 +250,7 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
                 from = row_of(token);
                 return true;
             },
+            [&](uint64 token) { way.load(token, lane); },
             [&](uint64 token) {
                 way.send_rest(token, lane);
                 return target();
@@ -245,18 +262,14 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
             });
         stream.finish();
     } else {
-        int32 token;
-        for (uint32 row = 0; begin(token); ++row) {
+        int32 token, following;
+        bool more = begin(token);
+        if (more) way.load(token, lane);
+        for (uint32 row = 0; more; ++row, token = following) {
             way.send_rest(token, lane);
-            const uint32 targets = __ballot_sync(~0u, way.is_target());
-            const uint64 scales = way.is_target() ? way.scales() : 0;
-            constexpr bool kPowerOfTwo = Shape::quantize == kToFp8PowerOfTwo;
-            if constexpr (Shape::scales_per_row * kFp8Block == Shape::hidden)
-                quantize_row<Shape::x_dtype, Shape::hidden, kPowerOfTwo>(row_of(token), target(), scales, targets,
-                                                                         lane);
-            else
-                quantize_whole_row<Shape::x_dtype, Shape::hidden, kPowerOfTwo>(row_of(token), target(), scales,
-                                                                               targets, lane);
+            more = begin(following);
+            if (more) way.load(following, lane);
+            if constexpr (!kRowsFollow) quantize_token<Shape>(way, row_of(token), target(), lane);
             if (kReports) shared.progress.report(warp, row + 1, lane);
         }
     }
