@@ -50,6 +50,12 @@ struct PeerSignals {
                                          uint32 phase) const {
         return wait_for_flag<kKind>(first + index, wanted, deadline, peer, phase);
     }
+
+    // The same without waiting. False: not yet.
+    template <Flag kKind = Flag::kSomeCalls, class Index>
+    __device__ __forceinline__ bool is_raised(Index index, uint32 wanted) const {
+        return has_reached<kKind>(load_acquire_sys(first + index), wanted);
+    }
 };
 
 // A window: memory that every rank has, with the same things at the same offsets. A place in it is (rank, offset).

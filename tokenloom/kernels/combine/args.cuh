@@ -104,21 +104,21 @@ struct CombineRows {
     // A token has rows on no more ranks than it has experts.
     static constexpr int kMostTerms =
         Shape::per_route != 0 || Shape::top_k < Shape::num_ranks ? Shape::top_k : Shape::num_ranks;
-    using Sum = RowSum<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::sum_terms, kMostTerms,
-                       Shape::sum_registers>;
+    using Sum = TermStream<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::sum_stages, false, true>;
     static constexpr uint32 kNan = kNanWord<Shape::wire_dtype>;  // what comes home for dropped rows
 };
 
-// The rings of warps that push sums, or rows as they are.
-template <class Rows, int kRings, bool kCopies = Rows::kCopies>
-struct PushRings {
-    typename Rows::Push::Shared ring[kRings];
+// The ring of a warp that pushes sums, or rows as they are.
+template <class Rows, bool kCopies = Rows::kCopies>
+struct PushRing {
+    using Shared = typename Rows::Push::Shared;
+    struct Control {};
 };
 
-template <class Rows, int kRings>
-struct PushRings<Rows, kRings, true> {
-    typename Rows::Copy::Shared ring[kRings];
-    typename Rows::Copy::Control control[kRings];
+template <class Rows>
+struct PushRing<Rows, true> {
+    using Shared = typename Rows::Copy::Shared;
+    using Control = typename Rows::Copy::Control;
 };
 
 // Of a rank that sends nothing home, whatever the dispatch has counted.
@@ -126,8 +126,14 @@ constexpr int32 kNoRows = -1;
 
 template <class Shape>
 struct CombineShared {
-    static constexpr int kRings = CombineRoles<Shape>::kSends ? Shape::push_warps : 1;
-    PushRings<CombineRows<Shape>, kRings> push;
+    using Roles = CombineRoles<Shape>;
+    using Ring = PushRing<CombineRows<Shape>>;
+    static constexpr int kRings = Roles::kSends ? Shape::push_warps : 1;
+    union {  // a block sums when it has pushed
+        typename Ring::Shared push[kRings];
+        typename CombineRows<Shape>::Sum::Shared sum[Roles::kSums ? Roles::kWarps : 1];
+    };
+    typename Ring::Control control_of_push[kRings];
     PeerWindow<Shape::num_ranks> control;  // of all ranks' buffers, as in the args: here they are read fast
     PeerWindow<Shape::num_ranks> data;
     uint64 combine_recv;  // in them: that of this call

@@ -110,7 +110,7 @@ __device__ bool combine_rows(const CombineArgs& args, Turn turn) {
     }
     if (warp == 0) shared.progress.clear(lane);
     if constexpr (CombineRows<Shape>::kCopies) {
-        if (warp < shared.kRings) CombineRows<Shape>::Copy::init(shared.push.control[warp], lane);
+        if (warp < shared.kRings) CombineRows<Shape>::Copy::init(shared.control_of_push[warp], lane);
         mbarrier_init_fence();
     }
     find_bases<Shape>(args, shared, turn);

@@ -42,6 +42,8 @@ struct SumsOfNodes {
     using Rows = CombineRows<Shape>;
     using NodeSum = RowSum<Shape::wire_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::sum_terms,
                            Rows::kMostTerms, Shape::sum_registers>;
+    using HomeSum = RowSum<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::sum_terms,
+                           Rows::kMostTerms, Shape::sum_registers>;
 };
 
 template <class Shape>
@@ -183,11 +185,11 @@ __device__ void sum_home(const CombineNetworkArgs& args, int turn, int warp, int
     uint64 rows = rail.base + kNodeHeaderBytes;
     if (lane < Sums::kNodes) rows += rail.region(lane == own ? rail.put_from : rail.put_to, turn, lane);
     const int32 num_warps = gridDim.x * (Shape::threads / 32);
-    const int32 parts = Rows::Sum::parts(max(args.num_tokens, 1), num_warps);
+    const int32 parts = Sums::HomeSum::parts(max(args.num_tokens, 1), num_warps);
     for (int32 item = warp * gridDim.x + blockIdx.x; item < args.num_tokens * parts; item += num_warps) {
         const int64 token = item / parts;
         const int32 row = lane < Sums::kNodes ? args.node_rows[token * Sums::kNodes + lane] : -1;
-        Rows::Sum::add(out + token * Rows::kOutBytes, rows + static_cast<int64>(max(row, 0)) * Rows::kWireBytes,
+        Sums::HomeSum::add(out + token * Rows::kOutBytes, rows + static_cast<int64>(max(row, 0)) * Rows::kWireBytes,
                        __ballot_sync(~0u, row >= 0), item % parts, parts, lane);
     }
 }

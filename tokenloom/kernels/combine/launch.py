@@ -42,10 +42,8 @@ PUSH_STAGES = 4
 PRE_REDUCE_WARPS = 12
 PRE_REDUCE_BLOCKS = 64
 """Blocks of the kernel that pre-reduces, which only reads and writes this GPU's memory."""
-MOST_TERMS_AT_ONCE = {2: 8, 4: 4}
-"""Terms of a sum at home whose loads are in flight together, by bytes of a value."""
-SUM_REGISTERS = {COPY_THREADS: 80, SUM_THREADS: 56}
-"""Registers for them and for the sum, by threads of a block. With more, variants spill."""
+SUM_STAGES = 6
+"""Most stages of each warp that sums at home."""
 
 
 WEIGHTS = {"none": 0, "received": 1, "home": 2}
@@ -154,13 +152,14 @@ class CombineVariant:
         threads = COPY_THREADS if copies or self.dense or self.eager else SUM_THREADS
         push_warps = threads // 32 if self.eager else _copy_warps(row_bytes) if copies else PUSH_WARPS
         rings = 1 if self.dense or self.part == "receive" else push_warps
-        terms_of_token = plan.top_k if self.mode == "per_route" else ranks_of_token(plan.num_ranks, plan.top_k)
+        sum_warps = 1 if self.part == "send" else threads // 32
         other_bytes = 36 * plan.num_ranks + 4 * 19 * push_warps + 256 + reserved_bytes
+        _, sum_stages, sum_bytes = _term_ring(hidden, self.wire_dtype, sum_warps, SUM_STAGES)
         if copies:
-            stage_bytes, stages, shared_bytes = ring(row_bytes, rings, other_bytes, 0)
+            stage_bytes, stages, shared_bytes = ring(row_bytes, rings, other_bytes, sum_bytes)
         else:
-            stage_bytes, stages, shared_bytes = _term_ring(hidden, self.y_dtype, rings)
-            shared_bytes += other_bytes
+            stage_bytes, stages, ring_bytes = _term_ring(hidden, self.y_dtype, rings, PUSH_STAGES)
+            shared_bytes = max(ring_bytes, sum_bytes) + other_bytes
         shape = {
             "num_ranks": plan.num_ranks,
             "node_ranks": plan.num_ranks,
@@ -179,10 +178,9 @@ class CombineVariant:
             "part": PARTS[self.part],
             "threads": threads,
             "push_warps": push_warps,
-            "sum_terms": _terms_at_once(terms_of_token, MOST_TERMS_AT_ONCE[self.wire_dtype.itemsize]),
-            "sum_registers": SUM_REGISTERS[threads],
             "stage_bytes": stage_bytes,
             "stages": stages,
+            "sum_stages": sum_stages,
             "chunk_shift": CHUNK_SHIFT,
             "lone_rows": 0 if copies else LONE_ROWS,
         }
@@ -226,7 +224,7 @@ class PreReduceVariant:
             out_dtype=self.wire_dtype,
             weights="received" if self.weighted else "none",
         ).spec()
-        _, stages, shared_bytes = _term_ring(self.plan.hidden, self.y_dtype, PRE_REDUCE_WARPS)
+        _, stages, shared_bytes = _term_ring(self.plan.hidden, self.y_dtype, PRE_REDUCE_WARPS, PUSH_STAGES)
         shape = dict(spec.shape) | {"push_warps": PRE_REDUCE_WARPS, "threads": 32 * PRE_REDUCE_WARPS, "stages": stages}
         return replace(
             spec,
@@ -238,7 +236,7 @@ class PreReduceVariant:
         )
 
 
-def _term_ring(hidden: int, dtype: torch.dtype, warps: int) -> tuple[int, int, int]:
+def _term_ring(hidden: int, dtype: torch.dtype, warps: int, most: int) -> tuple[int, int, int]:
     """Stages of TermStream (device/pipe/term_stream.cuh) for the rings of a block.
 
     Returns:
@@ -249,17 +247,9 @@ def _term_ring(hidden: int, dtype: torch.dtype, warps: int) -> tuple[int, int, i
     lane_bytes = 64 if hidden // group % 32 == 0 else 48
     tiles = -(-all_steps // (lane_bytes // (group * dtype.itemsize)))
     stage_bytes = 32 * -(-all_steps // tiles) * group * dtype.itemsize
-    stages = min(PUSH_STAGES, MAX_SHARED_BYTES * 9 // 10 // (warps * stage_bytes))
+    stages = min(most, MAX_SHARED_BYTES * 9 // 10 // (warps * stage_bytes))
     return stage_bytes, stages, warps * stages * stage_bytes
 
 
 def _copy_warps(row_bytes: int) -> int:
     return next(warps for least, warps in COPY_WARPS.items() if row_bytes >= least)
-
-
-def _terms_at_once(expected: float, most: int) -> int:
-    """Terms of a sum that are loaded together: the power of two that about holds the expected number."""
-    terms = 1
-    while terms < min(0.9 * expected, most):
-        terms *= 2
-    return terms

@@ -8,12 +8,14 @@ import torch
 
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.combine.launch import CombineArgs, CombineVariant
-from tokenloom.kernels.common import describe, short_name, uint64_fields
+from tokenloom.kernels.common import describe, ranks_of_token, short_name, uint64_fields
 from tokenloom.kernels.common.rail import CARRIERS, DESCRIPTOR_BYTES, Rail
 from tokenloom.plan import Plan
 
 HEADER_BYTES = 16
 """What lies before the rows of a node; NodeHeader of combine_network.cuh."""
+MOST_TERMS_AT_ONCE = {2: 8, 4: 4}
+"""Terms of a sum whose loads are in flight together, by bytes of a value."""
 SUM_REGISTERS = 64
 """Registers for the terms of a sum and for the sum itself. With more, variants spill."""
 
@@ -95,6 +97,9 @@ class CombineNetworkVariant:
         spec = near.spec(4 * self.plan.num_ranks + nodes * DESCRIPTOR_BYTES + 128)
         own = {
             "node_ranks": self.ranks_per_node,
+            "sum_terms": _terms_at_once(
+                ranks_of_token(self.plan.num_ranks, self.plan.top_k), MOST_TERMS_AT_ONCE[self.wire_dtype.itemsize]
+            ),
             "sum_registers": SUM_REGISTERS,
             "carrier": CARRIERS.index(self.carrier),
         }
@@ -105,3 +110,11 @@ class CombineNetworkVariant:
             shape=tuple((dict(spec.shape) | own).items()),
             args=CombineNetworkArgs,
         )
+
+
+def _terms_at_once(expected: float, most: int) -> int:
+    """Terms of a sum that are loaded together: the power of two that about holds the expected number."""
+    terms = 1
+    while terms < min(0.9 * expected, most):
+        terms *= 2
+    return terms

@@ -26,63 +26,127 @@ __device__ __forceinline__ Term term_of(const CombineArgs& args, const CombineSh
     return term;
 }
 
-// A warp takes token after token, or part of one where tokens are few: wait for its rows, add them, round once. Warps of
-// blocks that only sum begin with one of their own; those that have pushed take what is left. False: a wait has expired.
+// The sums that a warp makes: of token after token, or of parts where tokens are few. Warps of blocks that only sum begin
+// with one of their own; those that have pushed take what is left.
 template <class Shape>
-__device__ bool sum_rows(const CombineArgs& args, const CombineShared<Shape>& shared, Turn turn, int warp, int lane) {
+struct SumSource {
     using Rows = CombineRows<Shape>;
-    constexpr int kWarps = CombineRoles<Shape>::kWarps;
-    const Deadline deadline = deadline_of(args.call);
-    const PeerSignals flags = shared.control.signals(args.call.rank, args.chunk_flags);
-    const auto received =
-        reinterpret_cast<uint64>(shared.data.template local<unsigned char>(args.call.rank, shared.combine_recv));
-    const int64 first_own = first_row<Shape>(args, shared, args.call.rank);
-    auto* out = static_cast<unsigned char*>(args.out);
-    if (Shape::eager == 0 && args.num_tokens == 0) return true;
-    const int32 push_blocks = CombineRoles<Shape>::push_blocks(args), blocks = gridDim.x - push_blocks;
-    const int32 num_warps = blocks * kWarps, block = blockIdx.x - push_blocks;
-    const int32 parts = Rows::Sum::parts(max(args.num_tokens, 1), max(num_warps, 1));
-    const int32 num_items = args.num_tokens * parts;
-    Claims claims(args.call.claimed + 1, lane);
-    int32 item = block < 0 ? num_warps + claims.take() : warp * blocks + block;
-    if (Shape::eager == 0 && item >= num_items) return true;
-    Term next{-1, 0};
-    if (item < num_items) next = term_of<Shape>(args, shared, item / parts, lane);
-    if constexpr (Shape::eager != 0) {
-        if (!wait_for_blocks<Shape::num_ranks, Shape::threads>(args.call, flags, args.max_chunks, args.send_blocks, turn,
-                                                               kPhasePartials))
-            return false;
+
+    const CombineArgs& args;
+    const CombineShared<Shape>& shared;
+    Turn turn;
+    PeerSignals flags;
+    uint64 received, first_own;  // the address of rows that came home, and the number of the first that never left
+    int32 num_warps, parts, num_items;
+    Claims claims;
+    int32 item;
+    Term term{-1, 0};  // of this lane
+
+    __device__ SumSource(const CombineArgs& args_, const CombineShared<Shape>& shared_, Turn turn_, int warp, int lane)
+        : args(args_), shared(shared_), turn(turn_),
+          flags(shared.control.signals(args.call.rank, args.chunk_flags)),
+          received(shared.data.staging_address(args.call.rank, shared.combine_recv)),
+          first_own(first_row<Shape>(args, shared, args.call.rank)), claims(args.call.claimed + 1, lane) {
+        const int32 push_blocks = CombineRoles<Shape>::push_blocks(args), blocks = gridDim.x - push_blocks;
+        num_warps = blocks * CombineRoles<Shape>::kWarps;
+        parts = Rows::Sum::parts(max(args.num_tokens, 1), max(num_warps, 1));
+        num_items = args.num_tokens * parts;
+        const int32 block = blockIdx.x - push_blocks;
+        item = block < 0 ? num_warps + claims.take() : warp * blocks + block;
+        load();
     }
-    for (int32 next_item; item < num_items; item = next_item) {
-        const int64 token = item / parts;
-        const Term term = next;
-        next_item = num_warps + claims.take();
-        if (next_item < num_items) next = term_of<Shape>(args, shared, next_item / parts, lane);
-        bool here = true, dropped = false;
-        uint64 rows = received;
+
+    __device__ __forceinline__ bool more() const { return item < num_items; }
+    __device__ __forceinline__ int64 token() const { return item / parts; }
+
+    __device__ __forceinline__ void load() {
+        if (more()) term = term_of<Shape>(args, shared, token(), claims.lane);
+    }
+
+    __device__ __forceinline__ void advance() {
+        item = num_warps + claims.take();
+        load();
+    }
+
+    // This lane's row stays at home, or has come with all others.
+    __device__ __forceinline__ bool needs_no_flag() const {
+        return Shape::eager != 0 || Shape::dense != 0 || term.slot < 0 ||
+               (Rows::kOwnStay && term.rank == args.call.rank);
+    }
+
+    __device__ __forceinline__ PeerSignals flag() const {
+        return flags.from(term.rank * args.max_chunks + Chunks<Shape>(shared.own[term.rank]).of_row(term.slot));
+    }
+
+    // All rows of the sum are here.
+    __device__ __forceinline__ bool is_here() const {
+        const bool here = __all_sync(~0u, needs_no_flag() || flag().is_raised(0, turn.epoch));
+        __syncwarp();
+        return here;
+    }
+
+    // The same, once they are. False: a wait has expired.
+    __device__ __forceinline__ bool await() const {
+        const bool here = __all_sync(~0u, needs_no_flag() || flag().wait(0, turn.epoch, deadline_of(args.call), term.rank,
+                                                                         kPhasePartials));
+        __syncwarp();
+        return here;
+    }
+
+    // A row that never left lies beyond what the dispatch has kept.
+    __device__ __forceinline__ bool is_dropped() const {
+        return __any_sync(~0u, Rows::kOwnStay && term.rank == args.call.rank && term.slot >= 0 &&
+                                   static_cast<int64>(first_own) + term.slot >= args.capacity);
+    }
+
+    __device__ __forceinline__ Terms terms() const {
         int64 row = 0;
+        uint64 rows = received;
         if (Shape::dense != 0) {  // copy engines brought all rows before their ranks opened this call
-            row = static_cast<int64>(term.rank) * args.max_tokens + token;
+            row = static_cast<int64>(term.rank) * args.max_tokens + token();
         } else if (Rows::kOwnStay && term.rank == args.call.rank) {
             rows = reinterpret_cast<uint64>(args.y);
-            row = first_own + term.slot;
-            dropped = term.slot >= 0 && row >= args.capacity;
+            row = static_cast<int64>(first_own) + term.slot;
         } else if (term.slot >= 0) {
-            if constexpr (Shape::eager == 0) {
-                const int32 chunk = Chunks<Shape>(shared.own[term.rank]).of_row(term.slot);
-                here = flags.from(term.rank * args.max_chunks)
-                           .wait(chunk, turn.epoch, deadline, term.rank, kPhasePartials);
-            }
-            row = Shape::per_route ? token * Shape::top_k + lane : shared.own_base[term.rank] + term.slot;
+            row = Shape::per_route ? token() * Shape::top_k + claims.lane : shared.own_base[term.rank] + term.slot;
         }
-        if (!__all_sync(~0u, here)) return false;
-        __syncwarp();
-        const uint32 terms = __ballot_sync(~0u, term.slot >= 0);
-        auto* to = out + token * Rows::kOutBytes;
-        if (Rows::kOwnStay && __any_sync(~0u, dropped))
-            fill_row<Rows::kOutBytes>(to, kNanWord<Shape::out_dtype>, lane);
-        else
-            Rows::Sum::add(to, rows + row * Rows::kWireBytes, terms, item % parts, parts, lane);
+        const uint32 lanes = __ballot_sync(~0u, term.slot >= 0);
+        constexpr int kSlices = Rows::Sum::Row::kCount;
+        const int part = item % parts;
+        return {rows + row * Rows::kWireBytes, 1.0f, is_dropped() ? 0 : lanes, part * kSlices / parts,
+                (part + 1) * kSlices / parts};
+    }
+};
+
+// A warp adds what comes home, and rounds each sum once. False: a wait has expired.
+template <class Shape>
+__device__ bool sum_rows(const CombineArgs& args, CombineShared<Shape>& shared, Turn turn, int warp, int lane) {
+    using Rows = CombineRows<Shape>;
+    SumSource<Shape> sums(args, shared, turn, warp, lane);
+    if constexpr (Shape::eager != 0) {
+        if (!wait_for_blocks<Shape::num_ranks, Shape::threads>(args.call, sums.flags, args.max_chunks, args.send_blocks,
+                                                               turn, kPhasePartials))
+            return false;
+    }
+    typename Rows::Sum stream(shared.sum[warp], lane);
+    Terms loading{};
+    bool is_loading = false;  // the sum that `sums` is at
+    const auto next = [&](Terms& found) {
+        if (is_loading || !sums.more() || !sums.is_here()) return false;
+        is_loading = true;
+        found = loading = sums.terms();
+        return true;
+    };
+    while (sums.more()) {
+        if (!is_loading && !sums.await()) return false;
+        stream.load_ahead(next);
+        const Terms terms = loading;
+        const bool dropped = sums.is_dropped();
+        auto* to = static_cast<unsigned char*>(args.out) + sums.token() * Rows::kOutBytes;
+        is_loading = false;
+        sums.advance();
+        if (terms.lanes == 0) fill_row<Rows::kOutBytes>(to, dropped ? kNanWord<Shape::out_dtype> : 0, lane);
+        else stream.add(terms, to, next);
     }
     return true;
 }
