@@ -190,6 +190,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan], Availability]:
     for name in ("load_nvrtc", "load_driver"):
         monkeypatch.setattr(peers_backend, name, lambda: None)
     monkeypatch.setattr(peers_backend, "Kernel", lambda spec, index: None)
+    monkeypatch.setattr(peers_backend, "usable_sms", lambda index: 132)
     return lambda plan: peers_backend.probe(Request("nccl", torch.device("cuda", 0), plan=plan))
 
 

@@ -114,7 +114,7 @@ class CombineCall:
         args.peers, args.combine_recv = self.buffers.peers, layout.offset("combine_recv0")
         args.turn_bytes = layout.offset("combine_recv1") - args.combine_recv
         args.combine_turns, args.send_blocks = self.turns, self.options.blocks
-        args.push_blocks = variant.push_blocks(self.options.blocks)
+        args.push_blocks = variant.sending_blocks(self.options.blocks)
         args.num_tokens, args.max_tokens = len(self.topk_ids), plan.max_tokens_per_rank
         args.capacity = self.y.numel() // plan.hidden
         args.ids_are_int64 = self.topk_ids.dtype == torch.int64

@@ -52,7 +52,7 @@ class Combine:
         args.chunk_flags = rank0.layout.offset("chunk_flags")
         args.peers, args.combine_recv = rank0.addresses(self.recv), 0
         args.num_tokens, args.max_tokens, args.capacity = NUM_TOKENS, PLAN.max_tokens_per_rank, NUM_LOCAL
-        args.max_chunks, args.combine_turns, args.push_blocks = max_chunks(PLAN), 1, variant.push_blocks(BLOCKS)
+        args.max_chunks, args.combine_turns, args.push_blocks = max_chunks(PLAN), 1, variant.sending_blocks(BLOCKS)
 
     def send_by_rank_1(self) -> None:
         """Its rows, behind this rank's own, and their signals: a chunk each, since they are few."""
@@ -116,7 +116,7 @@ class Dispatch:
         args.expert_offsets = args.expert_counts + 4 * local
         args.num_tokens, args.max_tokens = NUM_LOCAL, PLAN.max_tokens_per_rank
         args.capacity, args.alignment, args.send_blocks = rows, 1, BLOCKS
-        args.peer_blocks = variant.peer_blocks(BLOCKS)
+        args.peer_blocks = variant.sending_blocks(BLOCKS)
         return kernel
 
     def open_by_rank_1(self, **header: int) -> None:

@@ -13,6 +13,9 @@ from tokenloom.plan import Plan
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology
 
+DEFAULT_SMS = 16
+"""Of kernels between nodes."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -24,7 +27,7 @@ class Request:
         name: name of a backend, or "auto".
         plan: sizes, or None if they are not known.
         dtype: dtype of the tokens, or None if it is not known.
-        num_sms: SMs that a kernel may take.
+        num_sms: SMs that a kernel takes; None: as the backend finds best.
         checked: the host reads ids, and the outcome of every call, before it returns.
         between_nodes: transport of rows between nodes, "auto" or one of ``seam.TRANSPORTS``.
         ranks_per_node: ranks of each pretended node; None finds the nodes.
@@ -35,10 +38,15 @@ class Request:
     name: str = "auto"
     plan: Plan | None = None
     dtype: torch.dtype | None = None
-    num_sms: int = 0
+    num_sms: int | None = None
     checked: bool = False
     between_nodes: str = "auto"
     ranks_per_node: int | None = None
+
+    @property
+    def fixed_sms(self) -> int:
+        """SMs of kernels that do not choose: ``num_sms``, or the usual number."""
+        return DEFAULT_SMS if self.num_sms is None else self.num_sms
 
     def must_agree(self) -> dict[str, Any]:
         """List what all ranks have to ask for alike."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from tokenloom.backends import collective, nodes, peers
-from tokenloom.backends.peers import DEFAULT_SMS, MAX_SMS
-from tokenloom.backends.registration import Availability, Registration, Request
+from tokenloom.backends.peers import MAX_SMS
+from tokenloom.backends.registration import DEFAULT_SMS, Availability, Registration, Request
 from tokenloom.backends.seam import TRANSPORTS, Backend, Capabilities
 from tokenloom.errors import (
     BackendUnavailable,

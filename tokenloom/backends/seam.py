@@ -561,7 +561,7 @@ class Backend(Protocol):
         """Raise what earlier calls left behind (CapacityOverflow, PeerTimeout, ...), once, on all ranks alike."""
 
     def memory(self) -> list[str]:
-        """Lines for people: each buffer that outlives a call, its size, and whether it exists yet."""
+        """Lines for people: each buffer that outlives a call, its size, and whether it exists yet; SMs of kernels."""
 
     def close(self) -> None:
         """Release what the backend holds. Calling it twice is fine."""

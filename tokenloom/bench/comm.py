@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
-from tokenloom.backends import registry
 from tokenloom.bench import clock, comm_work, harness, legends
 from tokenloom.bench.comm_work import CallSeries, Traffic, label, sums_per_rank
 from tokenloom.bench.harness import Contestant, Measured, Sample, take_turns
@@ -137,7 +136,7 @@ class CallMaker:
                 max_tokens_per_rank=shape.num_tokens,
                 backend=series.backend,
                 device=self._context.device,
-                num_sms=series.num_sms or registry.DEFAULT_SMS,
+                num_sms=series.num_sms or None,
                 ranks_per_node=series.ranks_per_node,
                 placement=series.routing(self._context.num_ranks).placement,
             )
@@ -405,7 +404,7 @@ def _table(kind: str, shape: CallSizes, rows: Sequence[Row]) -> Table:
     (what, *headers), cells = KINDS[kind]
     headers = [what, "SMs", "floor\nµs", *headers, "fullest\nrank"]
     fullest = legends.about_routings([row.setup for row in rows])
-    lines = [(label(row.name), str(row.num_sms or MISSING), _us(row.floor_us), *cells(row)) for row in rows]
+    lines = [(label(row.name), _sms(row), _us(row.floor_us), *cells(row)) for row in rows]
     lines = [
         (*line, f"{row.setup['fullest_rank']:.2f}" if fullest else MISSING)
         for line, row in zip(lines, rows, strict=True)
@@ -530,8 +529,12 @@ def _title(shape: CallSizes) -> str:
     return f"{sizes}, top-{shape.top_k} of {shape.num_experts} experts{skew}"
 
 
+def _sms(row: Row) -> str:
+    return MISSING if row.num_sms is None else str(row.num_sms or "chosen")
+
+
 def _who(row: Row) -> str:
-    sms = "" if row.num_sms is None else f", {row.num_sms} SMs"
+    sms = "" if row.num_sms is None else f", {_sms(row)} SMs"
     halves = ", halves around a GEMM" if kind_of(row) == "halves" else ""
     return with_spare_slots(
         f"{row.setup['backend']}{sms}, {row.setup['timing']}{halves}", row.setup.get("spare_slots")

@@ -256,7 +256,7 @@ def plan_series(
 
     Args:
         wanted: some of :func:`names`; None: the usual ones.
-        num_sms: backends that take SMs are measured with each of these.
+        num_sms: backends that take SMs are measured with each of these; 0: as many as they choose.
         only: parts of names; a series is kept if its name contains one of them, or if none are given.
         timings: clocks to measure by; None: all that the device has.
         beside_us: measure halves around a GEMM of this many microseconds, instead of calls of one piece.
@@ -264,8 +264,8 @@ def plan_series(
         spare_slots: measure each call of ours with replicas of hot experts too, in as many slots more on each rank.
     """
     for sms in num_sms:
-        if not 1 <= sms <= registry.MAX_SMS:
-            raise InvalidArgument(f"num_sms is {sms}, expected 1 to {registry.MAX_SMS}")
+        if not 0 <= sms <= registry.MAX_SMS:
+            raise InvalidArgument(f"num_sms is {sms}, expected 0 to {registry.MAX_SMS}")
     halves = beside_us is not None
     possible = [each for each in TIMINGS[device] if not (halves and each == "eager")]
     for timing in timings or ():

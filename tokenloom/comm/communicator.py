@@ -60,7 +60,9 @@ class Communicator:
             checkpoint, evaluates or compiles may be that late. None means the group's own timeout, at least 10
             minutes.
         dtype: dtype of the tokens, where it is known. "auto" then picks a backend that moves it.
-        num_sms: SMs that a kernel of backend "nvlink" takes, 1 to 32. The others stay with your GEMMs.
+        num_sms: SMs that a kernel takes, 1 to 32. The others stay with your GEMMs. None: on backend "nvlink" as many
+            as fill the links or, where links are not the limit and for few tokens, up to 32; ``describe()`` has the
+            numbers. Elsewhere 16.
         checked: on backend "nvlink", read ids and the outcome of every call on the host before it returns, so that
             errors come at once. "collective" always does.
         on_timeout: what happens to a rank that another one waits for. "raise": the wait ends with PeerTimeout, and
@@ -112,7 +114,7 @@ class Communicator:
         timeout_s: float = 30.0,
         open_timeout_s: float | None = None,
         dtype: torch.dtype | None = None,
-        num_sms: int = registry.DEFAULT_SMS,
+        num_sms: int | None = None,
         checked: bool = False,
         on_timeout: Literal["raise", "mask"] = "raise",
         transport: str = "auto",
@@ -158,8 +160,8 @@ class Communicator:
                     raise fault
                 request = make_request()
                 topology.checked_ranks_per_node(ranks_per_node, ranks.num_ranks)
-                if not isinstance(num_sms, int) or not 1 <= num_sms <= registry.MAX_SMS:
-                    raise InvalidArgument(f"num_sms is {num_sms!r}, expected 1 to {registry.MAX_SMS}")
+                if num_sms is not None and not (isinstance(num_sms, int) and 1 <= num_sms <= registry.MAX_SMS):
+                    raise InvalidArgument(f"num_sms is {num_sms!r}, expected None or 1 to {registry.MAX_SMS}")
                 if on_timeout not in ("raise", "mask"):
                     raise InvalidArgument(f"on_timeout is {on_timeout!r}, expected 'raise' or 'mask'")
                 if dtype is not None and not isinstance(dtype, torch.dtype):

@@ -65,7 +65,7 @@ def make_with(name: str, request: Request, ranks: RankGroup) -> NodesBackend:
     """Make the backend of this name, for the nodes that the group has agreed on."""
     assert request.plan is not None
     carrier = carrier_of(name)
-    return NodesBackend(carrier, request.plan, ranks, request.num_sms, request.dtype, request.checked)
+    return NodesBackend(carrier, request.plan, ranks, request.fixed_sms, request.dtype, request.checked)
 
 
 REGISTRATIONS = (

@@ -3,6 +3,6 @@
 Backend "nvlink" is its user where all ranks reach each other's memory, and so are the kernels between nodes.
 """
 
-from tokenloom.backends.peers.backend import DEFAULT_SMS, MAX_SMS, REGISTRATION
+from tokenloom.backends.peers.backend import MAX_SMS, REGISTRATION
 
-__all__ = ["DEFAULT_SMS", "MAX_SMS", "REGISTRATION"]
+__all__ = ["MAX_SMS", "REGISTRATION"]

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from tokenloom.backends.peers.buffers import RECEIVE_BUFFERS, Buffers, control_layout
+from tokenloom.backends.peers.buffers import RECEIVE_BUFFERS, Buffers, control_layout, sends_before_opening
 from tokenloom.backends.peers.combine import Combiner
 from tokenloom.backends.peers.copies import Copies
 from tokenloom.backends.peers.dispatch import Dispatcher
@@ -43,6 +43,7 @@ from tokenloom.errors import BackendUnavailable, InvalidArgument, KernelCompileE
 from tokenloom.jit.compiler import load_nvrtc
 from tokenloom.jit.kernel import Kernel, load_driver
 from tokenloom.kernels.barrier.launch import BarrierVariant
+from tokenloom.kernels.combine.launch import CombineVariant
 from tokenloom.kernels.common import HOPPER, MAX_BLOCKS, MAX_RANKS
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import Plan
@@ -89,13 +90,13 @@ class NvlinkBackend:
 
     Args:
         plan, ranks: sizes and group.
-        num_sms: SMs, one block each, that a kernel takes.
+        num_sms: SMs, one block each, that a kernel takes; None: as many as its rows need.
         checked: read the outcome of every call before it returns.
     """
 
     name = "nvlink"
 
-    def __init__(self, plan: Plan, ranks: RankGroup, num_sms: int, checked: bool = False) -> None:
+    def __init__(self, plan: Plan, ranks: RankGroup, num_sms: int | None, checked: bool = False) -> None:
         self.capabilities = replace(CAPABILITIES, reads_on_host=checked)
         self._plan, self._ranks, self._num_sms, self._checked = plan, ranks, num_sms, checked
         self._late: LateRanks | None = None
@@ -116,7 +117,9 @@ class NvlinkBackend:
         control = SymmetricBuffer(control_layout(plan), ranks)
         # Numbers go on in great steps: who comes back has not counted.
         known_from = ranks.met_at << NUMBER_BITS
-        self._launcher = Launcher(plan, ranks, control, num_sms, max(first_call, known_from))
+        usable = usable_sms(ranks.device.index)
+        most_sms = min(MAX_SMS, usable)
+        self._launcher = Launcher(plan, ranks, control, num_sms, max(first_call, known_from), most_sms)
         self._launcher.known_from = known_from
         masked = ranks.masked
         if self._late is not None:
@@ -134,7 +137,8 @@ class NvlinkBackend:
         reads = checked and self._late is None  # else it reads outcomes, but not those of replays
         self._dispatcher = Dispatcher(plan, self._launcher, self._buffers, copies, reads)
         self._launcher.keep_with_graphs.append(self._dispatcher)
-        blocks_alone = max(num_sms, min(ALONE * num_sms, usable_sms(ranks.device.index) // 2))
+        most = num_sms or most_sms
+        blocks_alone = max(most, min(ALONE * most, usable // 2))
         self._combiner = Combiner(self._dispatcher.shared, blocks_alone)
 
     # -- calls ----------------------------------------------------------------------------------------------
@@ -318,13 +322,30 @@ class NvlinkBackend:
 
     def memory(self) -> list[str]:
         control = self._launcher.control.layout.total_bytes
-        return [f"flags and counts: {control / 1e6:.1f} MB", *self._buffers.memory()]
+        return [self._sms_in_words(), f"flags and counts: {control / 1e6:.1f} MB", *self._buffers.memory()]
+
+    def _sms_in_words(self) -> str:
+        if self._num_sms is not None:
+            return f"SMs of a kernel: {self._num_sms}, as num_sms says"
+        plan, few = self._plan, sends_before_opening(self._plan)
+        bf16, blocks_of = torch.bfloat16, self._launcher.blocks_of
+        words = []
+        for layout in ("token", "expert"):
+            staged = few and layout == "expert"
+            rows, fp8_rows = (
+                blocks_of(DispatchVariant(plan, layout=layout, x_dtype=dtype, staged=staged))
+                for dtype in (bf16, torch.float8_e4m3fn)
+            )
+            home = blocks_of(
+                CombineVariant(plan, layout=layout, y_dtype=bf16, wire_dtype=bf16, out_dtype=bf16, eager=few)
+            )
+            words.append(f"by {layout} {rows} of a dispatch ({fp8_rows} of FP8) and {home} of a combine")
+        return f"SMs of a kernel: {', '.join(words)}; num_sms takes fewer"
 
     def close(self) -> None:
         self._launcher.close(self._buffers.take_all())
 
 
-DEFAULT_SMS = 16
 MAX_SMS = MAX_BLOCKS
 """One block takes one SM."""
 BULK_VALUES = 8
@@ -339,11 +360,12 @@ def probe(request: Request) -> Availability:
     """
     device = request.device
     why_not = why_no_kernels(request)
-    facts = {"host": host_identity()}
+    facts: dict[str, Any] = {"host": host_identity()}
     if why_not is not None:
         return Availability("nvlink", False, why_not, facts)
     facts["gpu"] = gpu_identity(device)
-    require_sms(request)
+    if request.plan is not None:
+        facts["sms"] = sms_of(request)
     return Availability("nvlink", True, f"own kernels on {torch.cuda.get_device_name(device)}", facts)
 
 
@@ -358,7 +380,13 @@ def objections(by_rank: Sequence[Availability]) -> list[tuple[int, str]]:
     away = [(rank, "it is on another host than rank 0") for rank, host in enumerate(hosts) if host != hosts[0]]
     gpus = [found.facts["gpu"] for found in by_rank]
     sharing = [rank for rank, gpu in enumerate(gpus) if gpu in gpus[:rank]]
-    return away + [(rank, f"it shares its GPU with rank {gpus.index(gpus[rank])}") for rank in sharing]
+    sms = [found.facts.get("sms") for found in by_rank]
+    differing = [rank for rank, count in enumerate(sms) if count != sms[0]]
+    return [
+        *away,
+        *((rank, f"it shares its GPU with rank {gpus.index(gpus[rank])}") for rank in sharing),
+        *((rank, f"kernels may take {sms[rank]} SMs, on rank 0 {sms[0]}: pass num_sms") for rank in differing),
+    ]
 
 
 def make(request: Request, ranks: RankGroup) -> NvlinkBackend:
@@ -413,13 +441,20 @@ def _load_kernels(plan: Plan, device: torch.device) -> None:
     Kernel(BarrierVariant(plan=plan).spec(), torch.cuda.current_device() if device.index is None else device.index)
 
 
-def require_sms(request: Request) -> None:
-    """The blocks of a kernel wait for each other, so all of them must be on the GPU at the same time."""
-    if not request.num_sms:
-        return
+def sms_of(request: Request) -> int:
+    """SMs that a kernel takes, or up to which it chooses.
+
+    The blocks of a kernel wait for each other, so all of them must be on the GPU at the same time.
+
+    Raises:
+        InvalidArgument: ``num_sms`` is more than this process may use.
+    """
     usable = usable_sms(torch.cuda.current_device() if request.device.index is None else request.device.index)
+    if request.num_sms is None:
+        return min(MAX_SMS, usable)
     if request.num_sms > usable:
         raise InvalidArgument(
             f"num_sms is {request.num_sms}, more than the {usable} SMs of {request.device} that this process may use "
             "(an MPS limit or a green context)"
         )
+    return request.num_sms

@@ -127,7 +127,7 @@ class Combiner:
             plan=plan, layout=short.layout, y_dtype=fp32, wire_dtype=fp32, out_dtype=fp32, hidden=short.width
         )
         kernel = self.launcher.kernel(variant)
-        kernel.args.push_blocks = variant.push_blocks(self.launcher.num_sms)
+        kernel.args.push_blocks = variant.sending_blocks(kernel.blocks)
         out = short.rows.new_empty(handle.num_tokens, short.width)
         set_arguments(kernel, handle, short.rows, out, short.capacity, handle.given_ids)
         control = self.launcher.control
@@ -169,7 +169,7 @@ def set_constant_arguments(launcher: Launcher, kernel: OpeningKernel) -> None:
     args.max_tokens = launcher.plan.max_tokens_per_rank
     args.chunk_flags = launcher.control.layout.offset("chunk_flags")
     args.max_chunks, args.combine_turns = max_chunks(launcher.plan), 1
-    args.send_blocks = launcher.num_sms
+    args.send_blocks = kernel.blocks
 
 
 def set_arguments(
@@ -241,7 +241,7 @@ class SumsAtHome:
         self._receiving_kernel = launcher.new_kernel(replace(variant, part="receive")) if kind.split else None
         set_constant_arguments(launcher, self._kernel)
         args = self._kernel.args
-        args.push_blocks = variant.push_blocks(self._blocks or launcher.num_sms)
+        args.push_blocks = variant.sending_blocks(self._blocks or self._kernel.blocks)
         if kind.width is not None:
             args.peers = launcher.control.peers.data_ptr()
             args.combine_recv = launcher.control.layout.offset("combine_recv_weights")

@@ -24,7 +24,7 @@ from tokenloom.backends.seam import Wait
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.barrier.launch import BarrierVariant
-from tokenloom.kernels.common import CLAIMS, OPENING_FIELDS, Call, Variant
+from tokenloom.kernels.common import CLAIMS, MAX_BLOCKS, OPENING_FIELDS, Call, SharesWork, Variant
 from tokenloom.plan import Plan
 from tokenloom.runtime.deferred_release import keep_until_idle, release_dropped, synchronize, undo_later
 from tokenloom.runtime.graph_references import GraphReferences
@@ -53,11 +53,12 @@ class OpeningKernel(Kernel):
 
     Attributes:
         variant: the form of it. opening: the part of its arguments that is about the opening.
+        blocks: that it takes, unless a launch says otherwise.
     """
 
-    def __init__(self, variant: Variant, device_index: int) -> None:
+    def __init__(self, variant: Variant, device_index: int, blocks: int) -> None:
         super().__init__(variant.spec(), device_index)
-        self.variant = variant
+        self.variant, self.blocks = variant, blocks
         self.opening: Call = self.args.call
 
 
@@ -91,7 +92,8 @@ class Launcher:
     Args:
         plan, ranks: sizes and group.
         control: the buffer with flags and headers.
-        num_sms: SMs, one block each, that a kernel takes.
+        num_sms: SMs, one block each, that a kernel takes. None: as many as its rows need, up to ``most_sms``.
+        most_sms: of any kernel.
         first_call: number of the first call, the same on all ranks.
 
     Attributes:
@@ -104,9 +106,15 @@ class Launcher:
     """
 
     def __init__(
-        self, plan: Plan, ranks: RankGroup, control: SymmetricBuffer, num_sms: int, first_call: int = 0
+        self,
+        plan: Plan,
+        ranks: RankGroup,
+        control: SymmetricBuffer,
+        num_sms: int | None,
+        first_call: int = 0,
+        most_sms: int = MAX_BLOCKS,
     ) -> None:
-        self.plan, self.ranks, self.control, self.num_sms = plan, ranks, control, num_sms
+        self.plan, self.ranks, self.control, self.num_sms, self.most_sms = plan, ranks, control, num_sms, most_sms
         self.num_calls = self.known_from = first_call
         self.masked: frozenset[int] = frozenset()
         self._num_launches = 0
@@ -137,6 +145,12 @@ class Launcher:
             found = self._kernels[variant] = self.new_kernel(variant)
         return found
 
+    def blocks_of(self, variant: Variant) -> int:
+        """How many blocks its kernels take, the same on all ranks."""
+        if self.num_sms is not None:
+            return self.num_sms
+        return variant.best_blocks(self.most_sms) if isinstance(variant, SharesWork) else self.most_sms
+
     def new_kernel(self, variant: Variant) -> OpeningKernel:
         """A kernel with arguments of its own, in which everything about the opening is filled in that never changes.
 
@@ -145,7 +159,7 @@ class Launcher:
         Raises:
             InvalidArgument: a CUDA graph is captured, and this is the first use of the variant.
         """
-        made = OpeningKernel(variant, self.ranks.device.index)
+        made = OpeningKernel(variant, self.ranks.device.index, self.blocks_of(variant))
         made.overlaps_previous = True
         opening = made.opening
         opening.peers = self.control.peers.data_ptr()
@@ -183,7 +197,7 @@ class Launcher:
             kind, dispatch: what all ranks must mean alike: the kind of the call, and the number of its dispatch.
             region: which receive buffer this rank wants rows in.
             repeats: a dispatch whose rows went the same way before: if they were too many, that call has said so.
-            blocks: None: ``num_sms``. They wait for each other, so all of them have to fit on the GPU at once.
+            blocks: None: those of the kernel. They wait for each other, so all of them have to fit on the GPU at once.
             begins: the kernel is the sending half of a call, of which this remembers what the other half needs.
             finishes: the kernel is the receiving half.
             follows: the stream waits for that of the call before. If not, :meth:`follow` made it wait already.
@@ -208,7 +222,7 @@ class Launcher:
             return
         options_hash, record = kind.hash_of(dispatch), self.outcomes.addresses[CAPTURED_SLOT]
         OPENING_FIELDS.write(kernel.args, OPENING_FIELDS.offset, options_hash, record, status, region, 0)
-        kernel.launch(blocks or self.num_sms, stream)
+        kernel.launch(blocks or kernel.blocks, stream)
         self._last_captured = self._stream_of(stream, self._last_captured)
         self._graphs.hold(stream, self, *self.keep_with_graphs)
 
@@ -253,7 +267,7 @@ class Launcher:
         sequence = launches % (2**31 - 1) + 1  # not 0, and no other number of calls nearby
         options_hash, record = kind.hash_of(dispatch), self.outcomes.addresses[slot]
         OPENING_FIELDS.write(kernel.args, OPENING_FIELDS.offset, options_hash, record, status, region, sequence)
-        kernel.launch(blocks or self.num_sms, stream)
+        kernel.launch(blocks or kernel.blocks, stream)
         if stream != self._last_handle:
             self._last, self._last_handle = torch.cuda.current_stream(self.ranks.device), stream
         next_call = self.num_calls

@@ -226,9 +226,9 @@ class PeerDispatch:
         args.slots_found = args.block_counts + 4 * (len(shared.block_counts) - MAX_BLOCKS)
         args.max_tokens, args.capacity, args.alignment = plan.max_tokens_per_rank, num_places, self.options.alignment
         args.ids_are_int64 = self.kind.ids_dtype == torch.int64
-        args.send_blocks = launcher.num_sms
+        args.send_blocks = self.kernel.blocks
         if isinstance(variants[0], DispatchVariant):
-            args.peer_blocks = variants[0].peer_blocks(launcher.num_sms)
+            args.peer_blocks = variants[0].sending_blocks(self.kernel.blocks)
 
     def set_arguments(
         self, tokens: Tokens, results: ResultsLayout, base: int, host_sequence: int, *outputs: int

@@ -77,7 +77,12 @@ def comm(
     ] = None,
     num_sms: Annotated[
         str | None,
-        text_option("--num-sms", "N,N,...", "SMs that a kernel of ours takes; several with commas between."),
+        text_option(
+            "--num-sms",
+            "N,N,...",
+            "SMs that a kernel of ours takes, or 0 for as many as it chooses; several with commas between. "
+            "Default: 16.",
+        ),
     ] = None,
     only: Annotated[
         str | None,

@@ -16,11 +16,12 @@ from tokenloom.kernels.common import (
     PARTS,
     Call,
     FieldsAtOnce,
+    SharesWork,
+    Work,
     describe,
     int32_fields,
     ranks_of_token,
     ring,
-    sending_blocks,
     short_name,
     uint64_fields,
 )
@@ -79,7 +80,7 @@ def max_chunks(plan: Plan) -> int:
 
 
 @dataclass(frozen=True)
-class CombineVariant:
+class CombineVariant(SharesWork):
     """One compiled form of the combine kernel.
 
     Attributes:
@@ -107,8 +108,10 @@ class CombineVariant:
     eager: bool = False
     part: str = "whole"
 
-    def push_blocks(self, blocks: int) -> int:
-        """Count the blocks, of so many, that push rows, if all experts are as popular."""
+    @property
+    def work(self) -> Work | None:
+        if self.eager or self.dense:
+            return None
         plan, hidden = self.plan, self.hidden or self.plan.hidden
         rows = plan.top_k if self.mode == "per_route" else ranks_of_token(plan.num_ranks, plan.top_k)  # of a token
         from_peers = rows * (1 - 1 / plan.num_ranks)
@@ -120,8 +123,9 @@ class CombineVariant:
         else:
             pushed = rows * (y_bytes + wire_bytes)
         added = rows * wire_bytes + hidden * self.out_dtype.itemsize
-        links = from_peers * wire_bytes / LINK_GB_PER_S
-        return sending_blocks(blocks, pushed / PUSH_GB_PER_S, added / ADD_GB_PER_S, links)
+        return Work(
+            pushed * 1e-3 / PUSH_GB_PER_S, added * 1e-3 / ADD_GB_PER_S, from_peers * wire_bytes * 1e-3 / LINK_GB_PER_S
+        )
 
     @property
     def copies(self) -> bool:

@@ -33,7 +33,7 @@ from tokenloom.kernels.common.ring import (
     require_shared,
     ring,
 )
-from tokenloom.kernels.common.sharing import ranks_of_token, sending_blocks
+from tokenloom.kernels.common.sharing import SharesWork, Work, ranks_of_token
 from tokenloom.kernels.common.variant import Variant, spec_of
 
 __all__ = [
@@ -57,14 +57,15 @@ __all__ = [
     "Call",
     "Deadline",
     "FieldsAtOnce",
+    "SharesWork",
     "Variant",
+    "Work",
     "describe",
     "int32_fields",
     "is_dense",
     "ranks_of_token",
     "require_shared",
     "ring",
-    "sending_blocks",
     "short_name",
     "spec_of",
     "uint64_fields",

@@ -34,8 +34,8 @@ def ring(row_bytes: int, warps: int, other_bytes: int, least_bytes: int) -> tupl
         row_bytes: bytes of a row.
         warps: warps that stream rows, each through a ring of its own.
         other_bytes: shared memory beside the rings.
-        least_bytes: what the memory of the rings is used for before or after rows stream. The block has at least that and
-            ``other_bytes``.
+        least_bytes: what the memory of the rings is used for before or after rows stream. The block has at least that
+            and ``other_bytes``.
 
     Returns:
         Bytes of a stage, stages of a ring, and bytes of shared memory of the block.

@@ -1,39 +1,79 @@
 """How the blocks of one call share its work: some of them send rows, the others place, fill or add rows.
 
 An SM stores at one rate, near and far together, and its own memory waits behind a full link. So blocks do one or the
-other (microbench/notebook/calls.md), each on an SM of its own.
+other, each on an SM of its own. What an SM of Hopper reaches in each role was measured on H200 (microbench/notebook/
+calls.md, "Blocks with one role").
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-STORE_GB_PER_S = 50.0
-"""What an SM of Hopper stores, here or at a peer, if it loads from the second-level cache or from memory."""
-PUSH_GB_PER_S, ADD_GB_PER_S = 80.0, 95.0
-"""What an SM loads and stores together where it sends rows or sums home, and where it adds rows at home."""
-QUANTIZE_GB_PER_S = 14.0
+SEND_GB_PER_S, SEND_US = 67.0, 0.13
+"""What an SM sends of rows as they are, and what each row costs it besides: ids, weights, places and a flag."""
+QUANTIZE_GB_PER_S = 18.0
 """Of bfloat16, what an SM reads, makes FP8 of, and stores."""
-TOKEN_US = 0.25
-"""Of an SM, for what goes beside the rows of a token: ids, weights and places."""
-LINK_GB_PER_S = 400.0
-"""More than all links of one GPU of an NVLink 4 host carry in one direction: 347 to 372 were measured."""
+STORE_GB_PER_S = 55.0
+"""What an SM stores in its own memory where a row goes to several places."""
+PUSH_GB_PER_S, ADD_GB_PER_S = 81.0, 81.0
+"""What an SM loads and stores together where it sends rows or sums home, and where it adds rows at home."""
+LINK_GB_PER_S = 372.0
+"""The most that all links of one GPU of an NVLink 4 host carried in one direction."""
+LEAST_BLOCKS = 8
 
 
-def sending_blocks(blocks: int, sending: float, other: float, links: float) -> int:
-    """Count the blocks that send, so that neither they nor the others are late, nor more than fill the links.
+@dataclass(frozen=True)
+class Work:
+    """What a token costs, on average, if all experts are as popular. Microseconds.
 
-    Args:
-        blocks: of the kernel.
-        sending, other: the time that one SM by itself would take to send, and for all else, in any unit.
-        links: the time of the links.
-
-    Returns:
-        1 to ``blocks``; 0 if there is nothing to send.
+    Attributes:
+        sending: of one SM by itself, for all that goes to other ranks.
+        other: of one SM, for all else.
+        links: of the links of a GPU.
     """
-    if sending == 0:
-        return 0
-    return min(blocks, math.ceil(sending / max(links, (sending + other) / blocks)))
+
+    sending: float
+    other: float
+    links: float
+
+    def sending_blocks(self, blocks: int) -> int:
+        """Count the blocks that send, so that neither they nor the others are late, nor more than fill the links.
+
+        Args:
+            blocks: of the kernel.
+
+        Returns:
+            1 to ``blocks``; 0 if there is nothing to send.
+        """
+        if self.sending == 0:
+            return 0
+        return min(blocks, math.ceil(self.sending / max(self.links, (self.sending + self.other) / blocks)))
+
+    def best_blocks(self, most: int) -> int:
+        """Count the blocks behind which the links are the limit; ``most`` where others are, or rows stay here."""
+        if self.links == 0:
+            return most
+        return min(most, max(math.ceil(self.sending / self.links) + math.ceil(self.other / self.links), LEAST_BLOCKS))
+
+
+class SharesWork:
+    """A variant whose blocks share the work by its bytes."""
+
+    @property
+    def work(self) -> Work | None:
+        """What a token costs. None: calls have few rows, and end sooner the more blocks there are."""
+        raise NotImplementedError
+
+    def sending_blocks(self, blocks: int) -> int:
+        """Count the blocks, of so many, that send to other ranks before they do other work."""
+        work = self.work
+        return 0 if work is None else work.sending_blocks(blocks)
+
+    def best_blocks(self, most: int) -> int:
+        """Count the blocks that a call should have, up to so many."""
+        work = self.work
+        return most if work is None else work.best_blocks(most)
 
 
 def ranks_of_token(num_ranks: int, top_k: int) -> float:

@@ -18,24 +18,33 @@ from tokenloom.kernels.common import (
     PARTS,
     Call,
     FieldsAtOnce,
+    SharesWork,
+    Work,
     describe,
     int32_fields,
     ranks_of_token,
     require_shared,
     ring,
-    sending_blocks,
     short_name,
     uint64_fields,
 )
-from tokenloom.kernels.common.sharing import LINK_GB_PER_S, QUANTIZE_GB_PER_S, STORE_GB_PER_S, TOKEN_US
+from tokenloom.kernels.common.sharing import (
+    LINK_GB_PER_S,
+    QUANTIZE_GB_PER_S,
+    SEND_GB_PER_S,
+    SEND_US,
+    STORE_GB_PER_S,
+)
 from tokenloom.plan import DISPATCH_STRATEGIES, Plan
 
 SEND_WARPS = 8
 """Warps of a block that stream rows. Their rings share the memory of an SM."""
 FILL_WARPS = 8
-"""Further warps of a block in layout expert, which copy rows to their further places. One notifies before."""
+"""Further warps of a block in layout expert, where rows are sent as they are. One notifies, all copy rows to their
+further places."""
 QUANTIZE_WARPS = 16
-"""Warps of a block that quantise rows on their way. They need no ring."""
+"""Warps of a block that quantise rows on their way. In layout expert one of them notifies instead. They need no ring, and
+a row takes each of them the same time, however many there are."""
 STAGED_WARPS = 16
 """Warps of a block that copies rows to their places when they have come. The first of them send."""
 SCALE_LAYOUTS = {"rows": 0, "columns": 1, "packed": 2}
@@ -79,7 +88,7 @@ def block_count_words(plan: Plan) -> int:
 
 
 @dataclass(frozen=True)
-class DispatchVariant:
+class DispatchVariant(SharesWork):
     """One compiled form of the dispatch kernel, or of the one that is staged.
 
     Attributes:
@@ -119,24 +128,24 @@ class DispatchVariant:
         """Scales that come with a row; 0 where it is not FP8."""
         return self.plan.scales_by(self.recipe) if self.row_dtype == torch.float8_e4m3fn else 0
 
-    def peer_blocks(self, blocks: int) -> int:
-        """Count the blocks, of so many, that send to other ranks, if all experts are as popular (direct rows of
-        routes)."""
-        plan = self.plan
+    @property
+    def work(self) -> Work | None:
+        if self.staged:
+            return None
+        plan, of_routes = self.plan, self.layout == "expert"
         ranks, to_peers = plan.num_ranks, 1 - 1 / plan.num_ranks
-        routes = plan.top_k * to_peers  # of a token to other ranks
-        own, row_bytes = plan.top_k / ranks, plan.hidden * self.row_dtype.itemsize
-        sent = {"dedup": ranks_of_token(ranks, plan.top_k) * to_peers, "all_to_all": routes, "all_gather": 0.0}[
-            self.strategy
-        ]
-        if ranks == 1 and not self.quantize:
-            return 0
-        us = 1e-3 / STORE_GB_PER_S * row_bytes  # to store a row
-        sending, other = max(sent * us, TOKEN_US), (own + routes - sent) * us
-        if self.quantize:
+        rows = ranks_of_token(ranks, plan.top_k)  # of a token, one for each rank that it goes to
+        routes = plan.top_k * to_peers  # to other ranks
+        row_bytes = plan.hidden * self.row_dtype.itemsize
+        sent = {"dedup": rows * to_peers, "all_to_all": routes, "all_gather": 0.0}[self.strategy]
+        own = plan.top_k / ranks if of_routes else rows / ranks
+        us = 1e-3 / STORE_GB_PER_S * row_bytes  # to store a row here
+        sending = max(sent, to_peers) * SEND_US + sent * 1e-3 / SEND_GB_PER_S * row_bytes
+        other = own * us + ((routes - sent) * us if of_routes else 0.0)
+        if self.quantize:  # whoever sends a row also stores it here
             read = plan.hidden * self.x_dtype.itemsize * 1e-3 / QUANTIZE_GB_PER_S
             sending, other = max(read, sending), other - own * us
-        return sending_blocks(blocks, sending, other, sent * row_bytes * 1e-3 / LINK_GB_PER_S)
+        return Work(sending, other, sent * row_bytes * 1e-3 / LINK_GB_PER_S)
 
     def __str__(self) -> str:
         rows = f"{short_name(self.x_dtype)} to fp8, {self.quantize}" if self.quantize else short_name(self.x_dtype)
@@ -158,11 +167,11 @@ class DispatchVariant:
         plan, of_routes = self.plan, self.layout in ("expert", "slots")
         direct, receives = of_routes and not self.staged, self.part == "receive"
         row_bytes = plan.hidden * self.row_dtype.itemsize
-        send_warps = SEND_WARPS if direct or not self.quantize else QUANTIZE_WARPS
-        if self.staged:
+        send_warps = SEND_WARPS if not self.quantize else QUANTIZE_WARPS - 1 if direct else QUANTIZE_WARPS
+        if self.staged or (direct and receives):
             warps = STAGED_WARPS
         elif direct:
-            warps = {"whole": send_warps + FILL_WARPS, "send": send_warps + 1, "receive": STAGED_WARPS}[self.part]
+            warps = send_warps + 1 if self.quantize or self.part == "send" else send_warps + FILL_WARPS
         else:
             warps = send_warps
         counts = plan.num_ranks + plan.num_experts

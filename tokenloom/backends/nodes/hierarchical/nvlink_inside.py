@@ -261,7 +261,7 @@ def make_inside(request: Request, ranks: RankGroup) -> InsideNode:
         return CollectivesInside(ranks, plan.max_tokens_per_rank, why)
     kernels: InsideNode | None = None
     try:
-        kernels = NvlinkInside(plan, ranks, request.num_sms, request.checked, request.dtype)
+        kernels = NvlinkInside(plan, ranks, request.fixed_sms, request.checked, request.dtype)
     except (PeerTimeout, CommunicatorBroken):
         raise
     except Exception as error:
