@@ -43,8 +43,8 @@ FILL_WARPS = 8
 """Further warps of a block in layout expert, where rows are sent as they are. One notifies, all copy rows to their
 further places."""
 QUANTIZE_WARPS = 16
-"""Warps of a block that quantise rows on their way. In layout expert one of them notifies instead. They need no ring, and
-a row takes each of them the same time, however many there are."""
+"""Warps of a block that quantise rows on their way. In layout expert one of them notifies instead. They need no ring,
+and a row takes each of them the same time, however many there are."""
 STAGED_WARPS = 16
 """Warps of a block that copies rows to their places when they have come. The first of them send."""
 SCALE_LAYOUTS = {"rows": 0, "columns": 1, "packed": 2}
