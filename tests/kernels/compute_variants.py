@@ -98,6 +98,7 @@ _VARIANTS: list[tuple[str, Variant]] = [
         GroupedGemmVariant(32, 4096, 7168, epilogue=ROW_SCALED, awaits=8, claims=True, recipe="row"),
     ),
     ("gemm, row scales, scatters", GroupedGemmVariant(32, 7168, 2048, scatters=8, claims=True, recipe="row")),
+    ("gemm, row scales, scatters, narrow", GroupedGemmVariant(16, 2048, 768, scatters=8, claims=True, recipe="row")),
     ("gemm, row scales, scatters, wide", GroupedGemmVariant(2, 7168, 18432, scatters=8, claims=True, recipe="row")),
     ("gemm, row scales, smallest swiglu", GroupedGemmVariant(1, 256, 128, epilogue=ROW_SCALED, recipe="row")),
     ("gemm, row scales, slots", GroupedGemmVariant(7, 512, 384, slots=True, recipe="row")),

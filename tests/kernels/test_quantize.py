@@ -80,7 +80,8 @@ def by_row(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @each_device
 @pytest.mark.parametrize(
-    ("counts", "width"), [([3, 0, 130, 1, 257], 384), ([5], 2048), ([2, 3], 5120), ([700, 384, 385], 128)]
+    ("counts", "width"),
+    [([3, 0, 130, 1, 257], 384), ([5], 2048), ([2, 3], 5120), ([700, 384, 385], 128), ([131, 9], 768)],
 )
 @pytest.mark.parametrize("tile_rows", [128, 160, 256])
 def test_rows_of_experts(device: str, counts: list[int], width: int, tile_rows: int) -> None:

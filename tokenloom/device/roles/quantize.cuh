@@ -1,7 +1,8 @@
 // The warps that quantise rows of activations (quantized_row.cuh), of the second of two GEMMs in turn.
 //
-// Once the first GEMM has stored all tiles of some rows, warps quantise these rows in place, one by one. One warp of each
-// block does this and nothing else. It claims rows in the order in which tiles are multiplied. So a block that waits for
+// Once the first GEMM has stored all tiles of some rows, warps quantise these rows in place. One warp of each block does
+// this and nothing else. It claims rows in the order in which tiles are multiplied, several if they are narrow: one claim
+// and one release for a few rows, which take as long as a narrow row itself. So a block that waits for
 // rows needs no other block to run: its own warp claims them, and the first GEMM waits for nobody.
 #pragma once
 #include "device/roles/expert_tiles.cuh"
@@ -14,11 +15,13 @@ struct RowQuantizer {
     float* const& scales;        // [rows]
     uint32* const& stored;       // counts as in gate.cuh: of stored strips, and then of quantised rows too
     const uint32& stored_by;     // warps that store a tile of rows
-    uint32* const& claimed;      // [1] rows that a warp has; 0 before the call
+    uint32* const& claimed;      // [1] groups of kClaimed rows that a warp has; 0 before the call
+
+    static constexpr uint32 kClaimed = kWidth <= 1024 ? 4 : 1;
 
     template <class Bounds>
     __device__ __forceinline__ void run(const Bounds& bounds, int lane) const {
-        uint32 passed = 0, place = told(claim(lane));  // passed: rows of the tiles before
+        uint32 passed = 0, place = told(claim(lane)) * kClaimed;  // passed: rows of the tiles before
         for (int32 expert = 0; expert < Bounds::kExperts; ++expert) {
             const int32 begin = bounds.begin(expert), count = bounds.end(expert) - begin;
             for (int32 number = 0; number < Cut::tiles(count); ++number) {
@@ -28,12 +31,18 @@ struct RowQuantizer {
                 if (place - passed < static_cast<uint32>(tile.rows)) wait_for_tiles(counted, lane);
                 while (place - passed < static_cast<uint32>(tile.rows)) {
                     const int64 row = tile.row + static_cast<int32>(place - passed);
-                    const uint32 next = claim(lane);  // comes while this row is quantised
-                    unsigned char* values = rows + row * kWidth * 2;
-                    quantize_activations<kWidth>(values, values, scales + row, lane);
+                    const uint32 of_claim = kClaimed - place % kClaimed, of_tile = tile.rows - (place - passed);
+                    const uint32 count = min(of_claim, of_tile);
+                    const bool is_last = count == of_claim;
+                    const uint32 next = is_last ? claim(lane) : 0;  // comes while these rows are quantised
+#pragma unroll 1
+                    for (uint32 i = 0; i < count; ++i) {
+                        unsigned char* values = rows + (row + i) * kWidth * 2;
+                        quantize_activations<kWidth>(values, values, scales + row + i, lane);
+                    }
                     __syncwarp();
-                    if (lane == 0) add_release_gpu(counted, 1);
-                    place = told(next);
+                    if (lane == 0) add_release_gpu(counted, count);
+                    place = is_last ? told(next) * kClaimed : place + count;
                 }
                 passed += tile.rows;
             }

@@ -54,7 +54,7 @@ struct GroupedGemmArgs {
     // Scattered, with row scales: what the first GEMM has stored is quantised, see device/roles/quantize.cuh
     unsigned char* activations;  // [rows, K] bfloat16, of which E4M3 becomes the first half of each row, with
     float* activation_scales;    // [rows], as a_scales says
-    uint32* quantized;           // [1] rows that a warp has; 0 before the call
+    uint32* quantized;           // [1] claims of rows by warps; 0 before the call
     const unsigned char* four_bits;  // [E, N / 128, K / 128, 8704] weights instead of b, see device/roles/four_bits.cuh
     uint64 padding[4];           // to a multiple of the alignment of tensor maps
 };
