@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 
 from tests.backends.large_plans import no_plan_is_small
-from tests.support.cases import Case, make_problem
+from tests.support.cases import Case, make_comm, make_problem
 from tests.support.nvlink_cases import LAYOUTS, new_comm, round_trip
 from tests.support.on_ranks import on_ranks
 from tokenloom.kernels.combine import launch
@@ -25,4 +26,13 @@ def test_chunks_of_several_rows(context: RankContext, layout: str) -> None:
     problem = make_problem(UNEQUAL, context.num_ranks)
     few = mock.patch.object(launch, "LONE_ROWS", 5)
     with no_plan_is_small(), few, new_comm(context, problem.plan, checked=False) as comm:
+        round_trip(context, comm, problem, layout)
+
+
+@on_ranks("hoppers")
+@pytest.mark.parametrize("layout", ["token", "expert"])
+def test_sums_keep_up_with_what_comes(context: RankContext, layout: str) -> None:
+    """One block sends, and one adds: its warps have many tokens each, and ask for rows ahead that are not home yet."""
+    problem = make_problem(replace(UNEQUAL, tokens=(400, 300, 0, 350)), context.num_ranks)
+    with no_plan_is_small(), make_comm(context, "nvlink", problem.plan, num_sms=2, checked=False) as comm:
         round_trip(context, comm, problem, layout)
