@@ -116,7 +116,7 @@ def there_and_back(context: RankContext, comm: tl.Communicator, problem: Any, la
 
 def test_nobody_else_looks_for_nccl() -> None:
     """Its headers are loaded for those who ask."""
-    ready = {"why_no_kernels": mock.Mock(return_value=None), "sms_of": mock.Mock()}
+    ready = {"why_no_kernels": mock.Mock(return_value=None), "require_sms": mock.Mock()}
     request = Request("nccl", torch.device("cuda"), plan=Plan(4, 8, 16, 2, 8))
     with mock.patch.multiple(gin, **ready), mock.patch.object(gin, "examine") as examine:
         found = gin.probe(request)

@@ -418,7 +418,7 @@ def test_gin_is_refused(context: RankContext) -> None:
     with (
         mock.patch.object(gin, "examine", examine),
         mock.patch.object(gin, "why_no_kernels", return_value=None),
-        mock.patch.object(gin, "sms_of"),
+        mock.patch.object(gin, "require_sms"),
         pytest.raises(tl.BackendUnavailable) as error,
     ):
         tl.ExpertParallelMoE(context.group, intermediate=8, transport="gin", ranks_per_node=2, **sizes)
@@ -428,7 +428,7 @@ def test_gin_is_refused(context: RankContext) -> None:
     with (
         mock.patch.object(gin, "examine", return_value=Availability("gin", True, "")),
         mock.patch.object(gin, "why_no_kernels", return_value=None),
-        mock.patch.object(gin, "sms_of"),
+        mock.patch.object(gin, "require_sms"),
         mock.patch.object(memory, "free_bytes", return_value=free),
         pytest.raises(tl.InvalidArgument, match=r"rank 2 has 0.0 GB free; pass max_tokens_per_rank=3, or take"),
     ):

@@ -146,7 +146,7 @@ def test_the_stream_waits_for_the_collective() -> None:
 def test_where_it_works() -> None:
     """For whoever asks for it by its name, over NCCL; "auto" stays with what it took before."""
     few = Request("nccl", torch.device("cuda"), name="padded", plan=Plan(4, 8, 16, 2, 8))
-    ready = {"sms_of": mock.Mock()}
+    ready = {"require_sms": mock.Mock()}
     with (
         mock.patch.multiple(padded, **ready),
         mock.patch.object(padded, "why_no_kernels", return_value=None),

@@ -36,10 +36,10 @@ def test_unknown_constants(text: str) -> None:
 
 def test_kernels_have_them() -> None:
     """One for each combine; afterwards constants are what they were."""
-    before = launch.LONE_ROWS
-    found = [dict(spec.shape) for spec in constants.combines(SERIES, {"LONE_ROWS": before + 1}, 1)]
-    assert [shape["lone_rows"] for shape in found] == [before + 1] * 2
-    assert before == launch.LONE_ROWS
+    before = launch.CHUNK_SHIFT
+    found = [dict(spec.shape) for spec in constants.combines(SERIES, {"CHUNK_SHIFT": before + 1}, 1)]
+    assert [shape["chunk_shift"] for shape in found] == [before + 1] * 2
+    assert before == launch.CHUNK_SHIFT
 
 
 def test_samples_are_of_the_right_variant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology
 
 DEFAULT_SMS = 16
-"""Of kernels between nodes."""
+"""Of kernels where nodes are several."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Request:
 
     @property
     def fixed_sms(self) -> int:
-        """SMs of kernels that do not choose: ``num_sms``, or the usual number."""
+        """SMs of kernels between nodes, and inside them: ``num_sms``, or the usual number."""
         return DEFAULT_SMS if self.num_sms is None else self.num_sms
 
     def must_agree(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class ExpertMemory:
         num_local: experts on this rank, shared ones included.
         num_places: most rows that they can have.
         sizes: shape and dtype of each part.
-        counted: what is 0 before each call: ``begun``, rows that are ``quantized``, and ``stored`` tiles of
+        counted: what is 0 before each call: ``begun``, claims of rows that are ``quantized``, and ``stored`` tiles of
             rows. The meeting sets it back.
         packed: own tokens as they are sent.
         activations: FP8 [places, I]. With recipe "row" they are bfloat16 first; FP8 values become the first half of

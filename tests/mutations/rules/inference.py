@@ -163,7 +163,7 @@ MUTATIONS = (
       "device/roles/quantize.cuh:RowQuantizer", "begin + part.first, part.rows", "begin, part.rows",
       "tests/kernels/test_quantize.py::test_rows_of_experts[256-counts3-128-cpu]"),
     M("a-claim-counts-as-a-row", "rows that a warp has claimed together are counted as one",
-      "device/roles/quantize.cuh:RowQuantizer", "add_release_gpu(counted, count)", "add_release_gpu(counted, 1)",
+      "device/roles/quantize.cuh:RowQuantizer", "add_release_gpu(counted, taken)", "add_release_gpu(counted, 1)",
       "tests/kernels/test_quantize.py::test_rows_of_experts[256-counts3-128-cpu]"),
     M("quantised-before-all-is-stored", "a row is quantised when the first warp has stored a strip of it",
       "device/roles/quantize.cuh:RowQuantizer", "load_acquire_gpu(count) < stored_by", "load_acquire_gpu(count) < 1",

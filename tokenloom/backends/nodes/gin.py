@@ -14,7 +14,7 @@ from tokenloom.backends.nodes.gin_memory import GinMemory
 from tokenloom.backends.nodes.launcher import NodesLauncher
 from tokenloom.backends.nodes.memory import NodeBuffers
 from tokenloom.backends.nodes.nccl import library_with_headers
-from tokenloom.backends.peers.backend import sms_of, why_no_kernels
+from tokenloom.backends.peers.backend import require_sms, why_no_kernels
 from tokenloom.backends.registration import Availability, Request
 from tokenloom.env import nccl_plugin
 from tokenloom.errors import TokenloomError
@@ -107,7 +107,7 @@ def probe(request: Request) -> Availability:
     why_not = why_no_kernels(request)
     if why_not is not None:
         return Availability("gin", False, why_not)
-    sms_of(request)
+    require_sms(request.fixed_sms, request.device)
     return examine(request.device)
 
 

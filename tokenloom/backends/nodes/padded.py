@@ -15,7 +15,7 @@ import torch
 from tokenloom.backends.nodes.carrier import PADDED_CAPABILITIES, Carrier
 from tokenloom.backends.nodes.launcher import NodesLauncher
 from tokenloom.backends.nodes.memory import NodeBuffers
-from tokenloom.backends.peers.backend import sms_of, why_no_kernels
+from tokenloom.backends.peers.backend import require_sms, why_no_kernels
 from tokenloom.backends.peers.opening import Half, OpeningKernel
 from tokenloom.backends.registration import Availability, Request
 from tokenloom.kernels.common import MAX_BLOCKS
@@ -124,7 +124,7 @@ def probe(request: Request) -> Availability:
         why_not = f"it needs a process group over nccl, this one is over {request.transport}"
     if why_not is not None:
         return Availability("padded", False, why_not)
-    sms_of(request)
+    require_sms(request.fixed_sms, request.device)
     return Availability("padded", True, "kernels within nodes, all-to-alls of fixed size over nccl between them")
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -118,7 +118,10 @@ class NvlinkBackend:
         # Numbers go on in great steps: who comes back has not counted.
         known_from = ranks.met_at << NUMBER_BITS
         usable = usable_sms(ranks.device.index)
-        most_sms = min(MAX_SMS, usable)
+        most_sms = min(MAX_SMS, usable) if num_sms is None else num_sms
+        if num_sms is None:  # a rank may be allowed fewer, and each waits for as many blocks of others as it has
+            told = ranks.all_gather_object(most_sms, "counting SMs")
+            most_sms = min(each for each in told if each is not None)
         self._launcher = Launcher(plan, ranks, control, num_sms, max(first_call, known_from), most_sms)
         self._launcher.known_from = known_from
         masked = ranks.masked
@@ -137,8 +140,7 @@ class NvlinkBackend:
         reads = checked and self._late is None  # else it reads outcomes, but not those of replays
         self._dispatcher = Dispatcher(plan, self._launcher, self._buffers, copies, reads)
         self._launcher.keep_with_graphs.append(self._dispatcher)
-        most = num_sms or most_sms
-        blocks_alone = max(most, min(ALONE * most, usable // 2))
+        blocks_alone = max(most_sms, min(ALONE * most_sms, usable // 2))
         self._combiner = Combiner(self._dispatcher.shared, blocks_alone)
 
     # -- calls ----------------------------------------------------------------------------------------------
@@ -360,12 +362,12 @@ def probe(request: Request) -> Availability:
     """
     device = request.device
     why_not = why_no_kernels(request)
-    facts: dict[str, Any] = {"host": host_identity()}
+    facts = {"host": host_identity()}
     if why_not is not None:
         return Availability("nvlink", False, why_not, facts)
     facts["gpu"] = gpu_identity(device)
-    if request.plan is not None:
-        facts["sms"] = sms_of(request)
+    if request.num_sms is not None:
+        require_sms(request.num_sms, device)
     return Availability("nvlink", True, f"own kernels on {torch.cuda.get_device_name(device)}", facts)
 
 
@@ -380,13 +382,7 @@ def objections(by_rank: Sequence[Availability]) -> list[tuple[int, str]]:
     away = [(rank, "it is on another host than rank 0") for rank, host in enumerate(hosts) if host != hosts[0]]
     gpus = [found.facts["gpu"] for found in by_rank]
     sharing = [rank for rank, gpu in enumerate(gpus) if gpu in gpus[:rank]]
-    sms = [found.facts.get("sms") for found in by_rank]
-    differing = [rank for rank, count in enumerate(sms) if count != sms[0]]
-    return [
-        *away,
-        *((rank, f"it shares its GPU with rank {gpus.index(gpus[rank])}") for rank in sharing),
-        *((rank, f"kernels may take {sms[rank]} SMs, on rank 0 {sms[0]}: pass num_sms") for rank in differing),
-    ]
+    return away + [(rank, f"it shares its GPU with rank {gpus.index(gpus[rank])}") for rank in sharing]
 
 
 def make(request: Request, ranks: RankGroup) -> NvlinkBackend:
@@ -441,20 +437,15 @@ def _load_kernels(plan: Plan, device: torch.device) -> None:
     Kernel(BarrierVariant(plan=plan).spec(), torch.cuda.current_device() if device.index is None else device.index)
 
 
-def sms_of(request: Request) -> int:
-    """SMs that a kernel takes, or up to which it chooses.
-
-    The blocks of a kernel wait for each other, so all of them must be on the GPU at the same time.
+def require_sms(num_sms: int, device: torch.device) -> None:
+    """The blocks of a kernel wait for each other, so all of them must be on the GPU at the same time.
 
     Raises:
-        InvalidArgument: ``num_sms`` is more than this process may use.
+        InvalidArgument: this process may use fewer SMs.
     """
-    usable = usable_sms(torch.cuda.current_device() if request.device.index is None else request.device.index)
-    if request.num_sms is None:
-        return min(MAX_SMS, usable)
-    if request.num_sms > usable:
+    usable = usable_sms(torch.cuda.current_device() if device.index is None else device.index)
+    if num_sms > usable:
         raise InvalidArgument(
-            f"num_sms is {request.num_sms}, more than the {usable} SMs of {request.device} that this process may use "
+            f"num_sms is {num_sms}, more than the {usable} SMs of {device} that this process may use "
             "(an MPS limit or a green context)"
         )
-    return request.num_sms

@@ -32,24 +32,24 @@ struct RowQuantizer {
                 while (place - passed < static_cast<uint32>(tile.rows)) {
                     const int64 row = tile.row + static_cast<int32>(place - passed);
                     const uint32 of_claim = kClaimed - place % kClaimed, of_tile = tile.rows - (place - passed);
-                    const uint32 count = min(of_claim, of_tile);
-                    const bool is_last = count == of_claim;
+                    const uint32 taken = min(of_claim, of_tile);
+                    const bool is_last = taken == of_claim;
                     const uint32 next = is_last ? claim(lane) : 0;  // comes while these rows are quantised
 #pragma unroll 1
-                    for (uint32 i = 0; i < count; ++i) {
+                    for (uint32 i = 0; i < taken; ++i) {
                         unsigned char* values = rows + (row + i) * kWidth * 2;
                         quantize_activations<kWidth>(values, values, scales + row + i, lane);
                     }
                     __syncwarp();
-                    if (lane == 0) add_release_gpu(counted, count);
-                    place = is_last ? told(next) * kClaimed : place + count;
+                    if (lane == 0) add_release_gpu(counted, taken);
+                    place = is_last ? told(next) * kClaimed : place + taken;
                 }
                 passed += tile.rows;
             }
         }
     }
 
-    // Lane 0 gets the number of a row among those of all tiles.
+    // Lane 0 gets the number of a group of rows, among those of all tiles.
     __device__ __forceinline__ uint32 claim(int lane) const { return lane == 0 ? add_relaxed_gpu(claimed, 1) : 0; }
     static __device__ __forceinline__ uint32 told(uint32 place) { return __shfl_sync(~0u, place, 0); }
 

@@ -48,6 +48,7 @@ struct CombineRoles {
     static constexpr int kWarps = Shape::threads / 32;
     static constexpr bool kSends = Shape::part != kReceive && Shape::dense == 0;
     static constexpr bool kSums = Shape::part != kSend;
+    static constexpr bool kSumsInRings = kSums && Shape::node_ranks == Shape::num_ranks;  // else in registers
     static constexpr bool kChunks = kSends && Shape::eager == 0;  // rows go home in chunks, each with a flag
 
     // The first so many blocks push before they sum.
@@ -101,10 +102,8 @@ struct CombineRows {
     using Push = TermStream<Shape::y_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::stages, kWeighted,
                             Shape::eager != 0>;
     using Copy = RowStream<kWireBytes, Shape::stage_bytes, Shape::stages>;
-    // A token has rows on no more ranks than it has experts.
-    static constexpr int kMostTerms =
-        Shape::per_route != 0 || Shape::top_k < Shape::num_ranks ? Shape::top_k : Shape::num_ranks;
-    using Sum = TermStream<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::sum_stages, false, true>;
+    using Sum = TermStream<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::sum_stages, false,
+                           true>;
     static constexpr uint32 kNan = kNanWord<Shape::wire_dtype>;  // what comes home for dropped rows
 };
 
@@ -131,7 +130,7 @@ struct CombineShared {
     static constexpr int kRings = Roles::kSends ? Shape::push_warps : 1;
     union {  // a block sums when it has pushed
         typename Ring::Shared push[kRings];
-        typename CombineRows<Shape>::Sum::Shared sum[Roles::kSums ? Roles::kWarps : 1];
+        typename CombineRows<Shape>::Sum::Shared sum[Roles::kSumsInRings ? Roles::kWarps : 1];
     };
     typename Ring::Control control_of_push[kRings];
     PeerWindow<Shape::num_ranks> control;  // of all ranks' buffers, as in the args: here they are read fast

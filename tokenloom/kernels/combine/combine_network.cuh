@@ -40,10 +40,13 @@ template <class Shape>
 struct SumsOfNodes {
     static constexpr int kNodes = Shape::num_ranks / Shape::node_ranks;
     using Rows = CombineRows<Shape>;
+    // A token has rows on no more ranks than it has experts.
+    static constexpr int kMostTerms =
+        Shape::per_route != 0 || Shape::top_k < Shape::num_ranks ? Shape::top_k : Shape::num_ranks;
     using NodeSum = RowSum<Shape::wire_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::sum_terms,
-                           Rows::kMostTerms, Shape::sum_registers>;
+                           kMostTerms, Shape::sum_registers>;
     using HomeSum = RowSum<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::sum_terms,
-                           Rows::kMostTerms, Shape::sum_registers>;
+                           kMostTerms, Shape::sum_registers>;
 };
 
 template <class Shape>

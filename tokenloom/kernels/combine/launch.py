@@ -32,8 +32,9 @@ COPY_THREADS, SUM_THREADS = 512, 640
 """Threads of a block whose pushing warps send rows as they are, and of one where they make them. Eager calls have few
 rows, and need the registers more than the warps."""
 CHUNK_SHIFT, LONE_ROWS = 2, 512
-"""Chunks have 4 rows. Where rows are sums, the last 512 for each home rank are chunks by themselves: at the end home
-waits for what slow SMs have claimed. But each chunk has a claim and a flag, and rows that are copied lose by it."""
+"""Chunks have 4 rows. In layout expert, where rows are sums, the last 512 for each home rank are chunks by themselves:
+at the end home waits for what slow SMs have claimed. But each chunk has a claim and a flag, and rows that are copied
+lose by it. Ranks agree on layouts, but not on the dtype of y, by which rows are copied."""
 COPY_WARPS = {12288: 4, 2048: 6, 0: 12}
 """Warps of a block that send rows as they are, by the least bytes of a row. Bulk copies need few threads."""
 PUSH_WARPS = 16
@@ -148,7 +149,8 @@ class CombineVariant(SharesWork):
         """What to compile and how to launch it.
 
         Args:
-            reserved_bytes: shared memory for what a kernel that shares these roles has besides.
+            reserved_bytes: shared memory for what a kernel that shares the pushing role, and adds in registers, has
+                besides; 0: rows are added through rings.
         """
         plan, hidden = self.plan, self.hidden or self.plan.hidden
         copies = self.copies
@@ -156,7 +158,7 @@ class CombineVariant(SharesWork):
         threads = COPY_THREADS if copies or self.dense or self.eager else SUM_THREADS
         push_warps = threads // 32 if self.eager else _copy_warps(row_bytes) if copies else PUSH_WARPS
         rings = 1 if self.dense or self.part == "receive" else push_warps
-        sum_warps = 1 if self.part == "send" else threads // 32
+        sum_warps = 1 if self.part == "send" or reserved_bytes else threads // 32
         other_bytes = 36 * plan.num_ranks + 4 * 19 * push_warps + 256 + reserved_bytes
         _, sum_stages, sum_bytes = _term_ring(hidden, self.wire_dtype, sum_warps, SUM_STAGES)
         if copies:
@@ -186,7 +188,7 @@ class CombineVariant(SharesWork):
             "stages": stages,
             "sum_stages": sum_stages,
             "chunk_shift": CHUNK_SHIFT,
-            "lone_rows": 0 if copies else LONE_ROWS,
+            "lone_rows": LONE_ROWS if self.layout == "expert" else 0,
         }
         return KernelSpec(
             "combine",

@@ -283,7 +283,7 @@ def why_not(request: Request, ranks: RankGroup) -> str:
     if ranks.topology.ranks_per_node > MAX_RANKS:  # for which there are no plans either
         return f"nvlink serves at most {MAX_RANKS} ranks, nodes have {ranks.topology.ranks_per_node}"
     inner = inner_plans(request.plan, ranks.topology.ranks_per_node)[2]
-    wanted = replace(request, plan=inner, dtype=None)
+    wanted = replace(request, plan=inner, dtype=None, num_sms=request.fixed_sms)
     found = agree(ranks, lambda: ({}, peers.REGISTRATION.probe(wanted)), "looking for kernels inside nodes")
     return objection(found, ranks.topology)
 
