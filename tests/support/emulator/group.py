@@ -23,6 +23,7 @@ from tests.support import cases
 from tests.support.emulator import Emulator, gemm
 from tests.support.emulator.graphs import FakeReferences, is_capturing, launch_or_keep
 from tests.support.emulator.network import AllToAll, device_comm, signals_of
+from tests.support.emulator.patches import in_any_order
 from tokenloom import reference
 from tokenloom.backends import registry
 from tokenloom.backends.nodes import gin as nodes_gin
@@ -540,7 +541,7 @@ def _load_operations() -> None:
 @contextmanager
 def _stand_ins(group: Group) -> Iterator[None]:
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=group.pump)
-    with ExitStack() as stack:
+    with in_any_order(), ExitStack() as stack:
         for owner, name, value in (
             (kernel.Kernel, "__init__", FakeKernel.__init__),
             (kernel.Kernel, "launch", FakeKernel.launch),
