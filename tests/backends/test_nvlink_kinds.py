@@ -14,6 +14,8 @@ import torch
 
 import tokenloom as tl
 from tests.support.stand_ins import StandIns, record_word
+from tokenloom.backends.peers import buffers
+from tokenloom.backends.peers.dispatch import DirectDispatch
 from tokenloom.backends.peers.handle import WORDS_TOGETHER
 from tokenloom.backends.peers.outcomes import CALLS_IN_FLIGHT, FAULT
 from tokenloom.comm.calls import CombineCall, DispatchCall
@@ -91,6 +93,28 @@ def test_the_second_call_of_a_kind_is_right_at_a_glance(calls: Calls, kind: str)
     assert calls.comm.combine(y, second, **options).dtype == BF16
     assert calls.comm.combine(y, second, out=out, **options) is out
     assert calls.checked == 2
+
+
+@pytest.mark.parametrize("layout", ["token", "expert"])
+def test_ranks_agree_on_rows_that_nobody_gave(
+    stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """Where the caller gives no capacity, it follows from memory. Senders rely on that of the rank they send to."""
+
+    def no_wait(*_: Any) -> Any:
+        raise InvalidArgument("no counts come")
+
+    monkeypatch.setattr(DirectDispatch, "finish", no_wait)
+
+    def meaning() -> int:
+        with pytest.raises(InvalidArgument, match="no counts come"):
+            Calls(stand_ins, monkeypatch, LARGE).dispatch(layout=layout, sizes="exact")
+        return int(stand_ins.launched[-1][1].call.options_hash)
+
+    before = meaning()
+    assert meaning() == before
+    monkeypatch.setattr(buffers, "EXPERT_ROOM", 2 * buffers.EXPERT_ROOM)
+    assert (meaning() != before) == (layout == "expert")
 
 
 @pytest.mark.parametrize("max_tokens", [SMALL, LARGE])

@@ -177,6 +177,10 @@ class CallKind:
         """
         return self._hash ^ (number + 1) * 0x9E3779B97F4A7C15 & _HASH_BITS
 
+    def also(self, name: str, value: Field) -> CallKind:
+        """The same calls, in which ranks agree on one thing more."""
+        return CallKind({**self._fields, name: value})
+
     def fields_of(self, number: int) -> Fields:
         """The fields of the call that belongs to the ``number``-th dispatch."""
         return {**self._fields, NUMBER: number} if NUMBER in self._fields else self._fields

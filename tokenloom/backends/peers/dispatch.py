@@ -213,6 +213,8 @@ class DirectDispatch(PeerDispatch):
         self._count = buffers if kind.width is None else buffers.narrow
         self.capacity = self._most_rows() if capacity is None else capacity
         self.num_places = plan.worst_case_rows("rank") if options.layout == "rank" else self.capacity
+        # Senders drop by it what does not fit elsewhere, and leave a call without a word where it is exact.
+        self.call_kind = self.call_kind.also("rows of the output", self.num_places)
         self._buffer_rows = self.capacity if options.layout == "expert" else 0
         results = ResultsLayout(
             plan,
