@@ -20,9 +20,8 @@ from tokenloom.backends.peers.buffers import control_layout, staged_layout
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.combine.launch import max_chunks
 from tokenloom.kernels.combine.launch_network import HEADER_BYTES, CombineNetworkVariant
-from tokenloom.kernels.common import CLAIMS, MAX_BLOCKS, TURNS
+from tokenloom.kernels.common import CLAIMS, TURNS, block_count_words
 from tokenloom.kernels.common.rail import Regions, chunk_rows, region_bytes
-from tokenloom.kernels.dispatch.launch import block_count_words
 from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
 from tokenloom.plan import align_up
 from tokenloom.runtime.symmetric_memory import BufferLayout
@@ -229,7 +228,7 @@ class DispatchOfAll:
             setattr(args, name, staging.layout.offset(f"{name}0"))
         args.turns, args.turn_bytes = TURNS, staging.layout.offset("rows1") - staging.layout.offset("rows0")
         args.block_counts = address(staging.block_counts[rank])
-        args.slots_found = args.block_counts + 4 * (block_count_words(plan) - MAX_BLOCKS)
+        args.call.block_flags = args.block_counts
         args.max_tokens, args.capacity, args.alignment = plan.max_tokens_per_rank, self.capacity, 1
         args.ids_are_int64, args.send_blocks = problem.topk_ids[rank].dtype == torch.int64, nodes.blocks
         args.node_rows, args.forwarded_slots = address(out.node_rows), address(out.forwarded_slots)

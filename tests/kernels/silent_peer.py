@@ -114,6 +114,8 @@ class Rank0:
         call.epoch = self.state.data_ptr()
         call.half_epoch = 0 if half_epoch is None else half_epoch.data_ptr()
         call.blocks_out, call.claimed = call.epoch + 8, call.epoch + 12
+        call.some_flags, end = (self.layout.offset(name) for name in ("done_flags", "combine_recv_weights"))
+        call.num_some_flags = (end - call.some_flags) // 4
         call.fault, call.fault_claimed = self.fault.record_address, self.fault.claimed.data_ptr()
         call.open_timeout_ns, call.timeout_ns = (int(seconds * 1e9) for seconds in self._timeouts_s)
         call.options_hash = OPTIONS_HASH

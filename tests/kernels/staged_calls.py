@@ -13,8 +13,8 @@ from tests.kernels.played_peer import counts_of, sent_rows
 from tests.kernels.silent_peer import BLOCKS, STALE, Rank0, int32, signed
 from tests.support.cases import FP8, Problem, same_bytes, same_routed
 from tokenloom.backends.peers.buffers import staged_layout
-from tokenloom.kernels.common import HEADER_WORDS, MAX_BLOCKS, TURNS
-from tokenloom.kernels.dispatch.launch import DispatchVariant, block_count_words
+from tokenloom.kernels.common import HEADER_WORDS, MAX_BLOCKS, TURNS, block_count_words
+from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.runtime.kernel_reports import CallOutcome
 
 PARTS_OF_A_ROW = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
@@ -158,7 +158,7 @@ class StagedCall:
             setattr(args, name, layout.offset(f"{name}0"))
         args.turns, args.turn_bytes = self.turns, layout.offset("rows1") - layout.offset("rows0")
         args.block_counts = address(buffers.block_counts)
-        args.slots_found = args.block_counts + 4 * (len(buffers.block_counts) - MAX_BLOCKS)
+        args.call.block_flags = args.block_counts
         args.slots, args.all_counts = address(self.slots), address(self.all_counts)
         args.num_rows, args.source_counts = address(self.counts), address(self.counts) + 4
         args.expert_counts = args.source_counts + 4 * plan.num_ranks

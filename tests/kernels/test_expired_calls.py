@@ -14,8 +14,8 @@ from tests.kernels.one_gpu import DEVICE, LONG_S, SHORT_S, needs_one_gpu
 from tests.kernels.silent_peer import BLOCKS, OPTIONS_HASH, Rank0, error_of, int32
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.combine.launch import CombineVariant, max_chunks
-from tokenloom.kernels.common import MAX_BLOCKS
-from tokenloom.kernels.dispatch.launch import DispatchVariant, block_count_words
+from tokenloom.kernels.common import MAX_BLOCKS, block_count_words
+from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import PHASES, CallOutcome
 
@@ -108,7 +108,7 @@ class Dispatch:
         for name, offset in self.offsets.items():
             setattr(args, name, offset)
         args.block_counts = self.block_counts.data_ptr()
-        args.slots_found = args.block_counts + 4 * (len(self.block_counts) - MAX_BLOCKS)
+        args.call.block_flags = args.block_counts
         args.slots, args.all_counts = self.slots.data_ptr(), self.all_counts.data_ptr()
         args.num_rows = self.counts.data_ptr()
         args.source_counts = args.num_rows + 4

@@ -211,6 +211,8 @@ def test_numbers_are_the_same_on_both_sides() -> None:
     check(
         "device/transport/call.cuh",
         f"static_assert(kMostRanks == {common.MAX_RANKS});",
+        f"static_assert(kMostBlocks == {common.MAX_BLOCKS});",
+        f"static_assert(kClaims == {common.CLAIMS});",
         f"static_assert(kHeaderWords == {common.HEADER_WORDS});",
         f"static_assert(sizeof(FaultRecord) == 4 * {kernel_reports.FAULT_WORDS});",
         f"static_assert(sizeof(CallRecord) <= 4 * {kernel_reports.RECORD_WORDS});",

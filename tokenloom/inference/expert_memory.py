@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from tokenloom.kernels.common import MAX_BLOCKS
+from tokenloom.kernels.common import block_count_words
 from tokenloom.kernels.gemm.launch import BLOCK, tile_places
-from tokenloom.kernels.moe.launch import block_count_words, packed_bytes
+from tokenloom.kernels.moe.launch import packed_bytes
 from tokenloom.plan import Plan
 from tokenloom.runtime.deferred_release import keep_until_idle
 
@@ -62,7 +62,7 @@ class ExpertMemory:
             "expected": ((self.num_local, plan.num_ranks), int32),
             "counted": ((2 * LINE + tile_places(places, self.num_local),), int32),
             "met": ((1,), int32),
-            "block_counts": ((block_count_words(plan, MAX_BLOCKS),), int32),
+            "block_counts": ((block_count_words(plan),), int32),
             "order": ((tokens * plan.top_k, 4), int32),
             "packed": ((tokens, packed_bytes(plan.hidden, recipe)), torch.uint8),
             "activations": ((places, intermediate), torch.bfloat16 if by_row else FP8),

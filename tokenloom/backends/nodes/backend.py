@@ -39,7 +39,7 @@ from tokenloom.backends.seam import (
     Wait,
 )
 from tokenloom.errors import InvalidArgument
-from tokenloom.kernels.dispatch.launch import block_count_words
+from tokenloom.kernels.common import block_count_words
 from tokenloom.ops import routing
 from tokenloom.plan import Plan
 from tokenloom.runtime.deferred_release import keep_until_idle

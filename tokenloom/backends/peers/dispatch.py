@@ -34,7 +34,7 @@ from tokenloom.backends.seam import (
     Tokens,
 )
 from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError
-from tokenloom.kernels.dispatch.launch import block_count_words
+from tokenloom.kernels.common import block_count_words
 from tokenloom.ops import routing
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.deferred_release import keep_until_idle

@@ -115,6 +115,7 @@ class FusedLayerCalls:
     def _tell(self, sender: OpeningKernel, values: dict[str, int]) -> None:
         for name, value in values.items():
             setattr(sender.args, name, value)
+        sender.opening.block_flags = sender.args.block_counts
 
     def prepare_meetings(self, opened: torch.Tensor, cleared: torch.Tensor) -> None:
         """Say what meetings write from now on.

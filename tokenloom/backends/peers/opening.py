@@ -168,6 +168,8 @@ class Launcher:
         opening.epoch = self._state.data_ptr()
         opening.blocks_out = self._state.data_ptr() + 8
         opening.claimed = self._state.data_ptr() + 12
+        opening.some_flags = self.control.layout.offset("done_flags")
+        opening.num_some_flags = (self.control.layout.offset("combine_recv_weights") - opening.some_flags) // 4
         opening.fault = self.outcomes.fault.record_address
         opening.fault_claimed = self.fault_claimed
         late = self.outcomes.known_losses is not None  # who is late is masked, wherever it is awaited

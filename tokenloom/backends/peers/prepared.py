@@ -24,7 +24,7 @@ from tokenloom.backends.peers.handle import COUNTS, PeerHandle, ResultsLayout, R
 from tokenloom.backends.peers.opening import HALVES, Half, Launcher, require_layout, require_no_host_read
 from tokenloom.backends.seam import DispatchKind, DispatchOptions, DispatchOut, Tokens
 from tokenloom.errors import CapacityOverflow, InvalidArgument
-from tokenloom.kernels.common import MAX_BLOCKS, Variant
+from tokenloom.kernels.common import Variant
 from tokenloom.kernels.dispatch.launch import CALL_FIELDS, OUTPUTS, STAGED_FIELDS, DispatchVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import HostCounts
@@ -223,7 +223,7 @@ class PeerDispatch:
         args, control = self.kernel.args, launcher.control.layout
         args.done_flags, args.row_flags = control.offset("done_flags"), control.offset("row_flags")
         args.block_counts = shared.block_counts.data_ptr()
-        args.slots_found = args.block_counts + 4 * (len(shared.block_counts) - MAX_BLOCKS)
+        args.call.block_flags = args.block_counts
         args.max_tokens, args.capacity, args.alignment = plan.max_tokens_per_rank, num_places, self.options.alignment
         args.ids_are_int64 = self.kind.ids_dtype == torch.int64
         args.send_blocks = self.kernel.blocks

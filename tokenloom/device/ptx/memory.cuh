@@ -84,6 +84,15 @@ __device__ __forceinline__ uint32 compare_and_swap_gpu(uint32* address, uint32 e
     return before;
 }
 
+__device__ __forceinline__ uint32 compare_and_swap_relaxed_sys(uint32* address, uint32 expected, uint32 value) {
+    uint32 before;
+    asm volatile("atom.cas.relaxed.sys.global.b32 %0, [%1], %2, %3;"
+                 : "=r"(before)
+                 : "l"(address), "r"(expected), "r"(value)
+                 : "memory");
+    return before;
+}
+
 // Data that is read once: the first-level cache has no use for it.
 __device__ __forceinline__ Vec16 load_16_once(const void* address) {
     Vec16 v;

@@ -4,8 +4,9 @@
 // before it (or counts their tokens itself, where they are few); so the last block knows the totals, which it sends to
 // all ranks.
 //
-// A kernel's arguments have call, topk_ids, ids_are_int64, num_tokens and block_counts: flags [Shape::max_blocks], then
-// counts of each block. Its shared memory has before[] and chunk[], kRouteCounts each.
+// A kernel's arguments have call, topk_ids, ids_are_int64, num_tokens and block_counts: flags of counts [kMostBlocks],
+// as many flags for the kernel's own use, then counts of each block. Its shared memory has before[] and chunk[],
+// kRouteCounts each.
 #pragma once
 #include "device/tile/routes.cuh"
 #include "device/transport/call.cuh"
@@ -105,7 +106,8 @@ __device__ bool count_all_routes(const Args& args, Shared& shared, Chunk chunk, 
         return true;
     }
     __syncthreads();
-    int32* counts_of_block = args.block_counts + Shape::max_blocks;
+    static_assert(Shape::max_blocks == kMostBlocks, "flags for each block");
+    int32* counts_of_block = args.block_counts + 2 * kMostBlocks;
     for (int i = threadIdx.x; i < kCounts; i += Shape::threads)
         counts_of_block[blockIdx.x * kCounts + i] = shared.chunk[i];
     __syncthreads();

@@ -15,6 +15,7 @@
 #include "device/transport/peer.cuh"
 
 constexpr int kHeaderWords = 4;  // status, region, hash of the options
+constexpr int kMostBlocks = 32;
 constexpr int kRegionWord = 1;
 constexpr int kHashWord = 2;
 constexpr int kClaims = 3;  // kinds of work in one kernel that warps claim: rows to send, to fill or add, own ones
@@ -45,6 +46,9 @@ struct Call {
     uint64 open_timeout_ns;  // for other ranks to begin the call: their hosts may be busy with something else
     uint64 timeout_ns;       // for everything after that
     uint64* trace;           // null, or [blocks][kMarks] times in ns
+    uint64 some_flags;       // in the control buffer: flags that only some calls raise,
+    uint64 num_some_flags;   // and how many
+    uint32* block_flags;     // null, or device memory [2][kMostBlocks]: flags that blocks raise for each other
     // What every call is told anew lies side by side, so that the host writes it at once.
     uint64 options_hash;     // of all that ranks must agree on; the host knows the options themselves
     CallRecord* record;
@@ -226,6 +230,18 @@ __device__ bool wait_for_blocks(const Call& call, const PeerSignals& flags, int3
     return __syncthreads_and(here);
 }
 
+// One warp forgets flags that were raised long ago. Calls count in 32 bits: a flag that nobody has raised since would
+// count again, 2^32 calls later. Ranks that are ahead may raise it meanwhile.
+__device__ __forceinline__ void forget_old_flags(const Call& call, uint32 epoch, int lane) {
+    constexpr int32 kOld = 2 * kTurns;
+    const auto* bases = reinterpret_cast<const uint64*>(call.peers);
+    auto* flags = reinterpret_cast<uint32*>(bases[call.rank] + call.some_flags);
+    for (uint64 i = lane; i < call.num_some_flags; i += 32) {
+        const uint32 seen = load_relaxed_sys(flags + i);
+        if (seen != 0 && static_cast<int32>(epoch - seen) > kOld) compare_and_swap_relaxed_sys(flags + i, seen, 0);
+    }
+}
+
 // Every block's last step, with all its threads, whatever became of the call. The last block out advances the epoch:
 // all blocks have read it then. (Of two kernels the first does, and leaves it to the second.)
 //
@@ -236,6 +252,7 @@ __device__ bool wait_for_blocks(const Call& call, const PeerSignals& flags, int3
 template <int kPart = kWhole, class Publish>
 __device__ __forceinline__ void close_call(const Call& call, Turn turn, bool done, Publish publish) {
     constexpr uint32 kInVain = 1 << 16;  // a grid has fewer blocks
+    constexpr uint32 kForgets = 1u << 30;  // calls after which old flags are forgotten; not where epochs wrap
     const uint32 own = __syncthreads_and(done) ? 1 : kInVain + 1;
     if (threadIdx.x >= 32) return;
     bool last = false, in_vain = false;
@@ -253,6 +270,12 @@ __device__ __forceinline__ void close_call(const Call& call, Turn turn, bool don
                 call.half_epoch[1] = turn.masked;
             }
         }
+    }
+    if (kPart != kReceive && __any_sync(~0u, last)) {
+        __syncwarp();  // behind what thread 0 has acquired
+        if (call.block_flags != nullptr)
+            for (int i = threadIdx.x; i < 2 * kMostBlocks; i += 32) call.block_flags[i] = 0;
+        if (turn.epoch % kForgets == kForgets / 2) forget_old_flags(call, turn.epoch, threadIdx.x);
     }
     if (__any_sync(~0u, in_vain)) {
         __syncwarp();  // the other lanes write behind what thread 0 has acquired

@@ -46,7 +46,8 @@ class Call(ctypes.Structure):
 
     _fields_ = [
         *uint64_fields("peers", "flags", "headers", "epoch", "half_epoch", "blocks_out", "claimed", "fault"),
-        *uint64_fields("fault_claimed", "open_timeout_ns", "timeout_ns", "trace", "options_hash", "record"),
+        *uint64_fields("fault_claimed", "open_timeout_ns", "timeout_ns", "trace", "some_flags", "num_some_flags"),
+        *uint64_fields("block_flags", "options_hash", "record"),
         *int32_fields("status", "region"),
         ("sequence", ctypes.c_uint32),
         *int32_fields("rank"),

@@ -13,7 +13,8 @@ DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 LAYOUTS = {"token": 0, "expert": 1, "rank": 2}
 """Numbers of layouts; Layout of device/tile/layout.cuh."""
 MAX_BLOCKS = 32
-"""Most blocks of one dispatch or eager combine, each on an SM of its own. Flags are laid out for as many."""
+"""Most blocks of one dispatch or eager combine, each on an SM of its own. Flags are laid out for as many. kMostBlocks
+of device/transport/call.cuh."""
 MAX_RANKS = 32
 """Most ranks of a group: a warp has a lane, and a mask a bit, for each. kMostRanks of device/transport/peer.cuh."""
 UNIT_BYTES = 16
@@ -29,6 +30,11 @@ _SHORT_NAMES = {
 def short_name(dtype: torch.dtype) -> str:
     """Name a dtype in four letters, say "bf16"."""
     return _SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def block_count_words(plan: Plan) -> int:
+    """Count the int32 words of flags and counts that blocks share, as device/roles/count_routes.cuh has them."""
+    return MAX_BLOCKS * (2 + plan.num_ranks + plan.num_experts)
 
 
 def describe(plan: Plan) -> str:

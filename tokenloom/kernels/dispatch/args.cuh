@@ -44,8 +44,7 @@ struct DispatchArgs {
     uint64 row_tokens;    // int32 [W * M] the token at home that a received row is (all layouts but rank)
     uint64 region_bytes;  // from anything in the first region to the same in the second
     uint64 turn_bytes;    // staged: from one region to the next
-    int32* block_counts;  // device memory: flags [Shape::max_blocks], then counts of each block's chunk [][W + E]
-    int32* slots_found;   // device memory [Shape::max_blocks]: this block has written its chunk's slots and places
+    int32* block_counts;  // device memory: see count_routes.cuh. Its second flags: this block has written its slots
     int32* host_counts;   // null, or in pinned host memory: host_sequence, then these four, before rows are here
     int32 max_tokens;     // M
     int32 capacity;       // rows of the output, in layout slots of each expert; what does not fit is dropped
@@ -56,6 +55,11 @@ struct DispatchArgs {
     int32 send_blocks;       // of the kernel that sends, on all ranks
     int32 peer_blocks;       // direct: the first so many blocks send to other ranks, before they join the others
 };
+
+// A flag for each block, which has written its chunk's slots and places.
+__device__ __forceinline__ uint32* slots_found(const DispatchArgs& args) {
+    return reinterpret_cast<uint32*>(args.block_counts) + kMostBlocks;
+}
 
 // Where rows lie, and where they go first.
 template <class Shape>

@@ -104,7 +104,7 @@ __device__ bool dispatch_rows(const DispatchArgs& args, Turn turn) {
     fence_shared_to_bulk();  // the rings take over the memory of the running counts
     __syncthreads();
     if (threadIdx.x == 0) {
-        store_release_gpu(reinterpret_cast<uint32*>(args.slots_found) + block, epoch);
+        store_release_gpu(slots_found(args) + block, epoch);
         mark(args.call, kPlaced);
     }
     const Opened opened = await_call<Shape::num_ranks, kCounts>(args.call, turn);

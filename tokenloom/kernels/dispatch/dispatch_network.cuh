@@ -53,7 +53,7 @@ __device__ bool send_to_nodes(const DispatchNetworkArgs& args, NetworkShared<Sha
     fence_shared_to_bulk();  // the rings take over the memory of the running counts
     __syncthreads();
     if (threadIdx.x == 0) {
-        store_release_gpu(reinterpret_cast<uint32*>(args.slots_found) + blockIdx.x, turn.epoch);
+        store_release_gpu(slots_found(args) + blockIdx.x, turn.epoch);
         mark(args.call, kPlaced);
     }
     bool done = true;

@@ -61,7 +61,7 @@ __device__ bool send_staged(const DispatchArgs& args, DispatchShared<Shape>& sha
     fence_shared_to_bulk();  // the rings take over the memory of the running counts
     __syncthreads();
     if (threadIdx.x == 0) {
-        store_release_gpu(reinterpret_cast<uint32*>(args.slots_found) + blockIdx.x, epoch);
+        store_release_gpu(slots_found(args) + blockIdx.x, epoch);
         mark(args.call, kPlaced);
     }
     bool done = true;

@@ -71,7 +71,7 @@ class DispatchArgs(ctypes.Structure):
         *uint64_fields(*OUTPUTS),
         *uint64_fields("gathered", "done_flags", "row_flags"),
         *uint64_fields("peers", "rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens"),
-        *uint64_fields("region_bytes", "turn_bytes", "block_counts", "slots_found", "host_counts"),
+        *uint64_fields("region_bytes", "turn_bytes", "block_counts", "host_counts"),
         *int32_fields("max_tokens", "capacity", "alignment", "ids_are_int64", "stop_on_overflow", "turns"),
         *int32_fields("send_blocks", "peer_blocks"),
     ]
@@ -80,11 +80,6 @@ class DispatchArgs(ctypes.Structure):
 _ANEW = ("x", "scales", "topk_ids", "topk_weights", *RESULTS, "num_tokens", "host_sequence")
 CALL_FIELDS, STAGED_FIELDS = FieldsAtOnce(DispatchArgs, *_ANEW), FieldsAtOnce(DispatchArgs, *_ANEW, *OUTPUTS)
 """What every dispatch is told anew, and every staged one."""
-
-
-def block_count_words(plan: Plan) -> int:
-    """Count the int32 words of ``block_counts`` and of ``slots_found``, which lies behind it."""
-    return MAX_BLOCKS * (2 + plan.num_ranks + plan.num_experts)
 
 
 @dataclass(frozen=True)

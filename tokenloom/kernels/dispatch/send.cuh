@@ -145,7 +145,7 @@ struct TokenSource {
 
    private:
     __device__ bool find_slots_found() {
-        const auto* found = reinterpret_cast<const uint32*>(args.slots_found);
+        const uint32* found = slots_found(args);
         bool here = true;
         for (uint32 block = claims.lane; block < gridDim.x; block += 32)
             here = here && wait_for_block(found + block, epoch, deadline_of(args.call), args.call.rank);

@@ -95,11 +95,6 @@ SUM_FIELDS = FieldsAtOnce(SumRoutesArgs, "topk_ids", "out", "num_tokens", "ids_a
 """What it is told anew in every call."""
 
 
-def block_count_words(plan: Plan, most_blocks: int) -> int:
-    """Count the int32 words of ``block_counts``, as device/roles/count_routes.cuh has them."""
-    return most_blocks * (1 + plan.num_ranks + plan.num_experts)
-
-
 def packed_bytes(hidden: int, recipe: str) -> int:
     """Bytes of a token as it is sent: values in E4M3, then scales.
 

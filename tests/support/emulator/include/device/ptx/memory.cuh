@@ -30,6 +30,12 @@ inline uint32 compare_and_swap_gpu(uint32* address, uint32 expected, uint32 valu
     if (before == expected) *address = value;
     return before;
 }
+
+inline uint32 compare_and_swap_relaxed_sys(uint32* address, uint32 expected, uint32 value) {
+    const uint32 before = *address;
+    if (before == expected) *address = value;
+    return before;
+}
 inline Vec16 load_16_once(const void* address) { return *static_cast<const Vec16*>(address); }
 inline Vec16 load_shared_16(const void* shared) { return *static_cast<const Vec16*>(shared); }
 inline void store_16(void* address, Vec16 v) { *static_cast<Vec16*>(address) = v; }
