@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,8 +23,10 @@ from tokenloom.jit import compiler
 from tokenloom.jit.compiler import KernelSpec, Resources
 from tokenloom.kernels import common
 from tokenloom.kernels.combine import launch as combine
+from tokenloom.kernels.combine.launch import CombineVariant, PreReduceVariant
 from tokenloom.kernels.common import MAX_BLOCKS, Variant, rail
 from tokenloom.kernels.dispatch import launch as dispatch
+from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import FP8_BLOCK, Plan
 from tokenloom.runtime import kernel_reports
 
@@ -61,10 +64,27 @@ QUICK = {
 """One of each kernel, and of the ways through it."""
 
 
+MOVERS = [
+    form for form, variant in VARIANTS.items() if type(variant) in (DispatchVariant, CombineVariant, PreReduceVariant)
+]
+"""Kernels that move rows between ranks of one node."""
+QUICK_MOVERS = ["dispatch, expert bf16", "combine, expert bf16, weighted"]
+SHORT_OF_REGISTERS = [
+    f"combine, per route, {which}" for which in ("bf16, weighted", "top-1, weighted", "weights from home")
+]
+"""Those that spill on Blackwell, in blocks of 640 threads, a few words each."""
+
+
 def shape_of(form: str) -> Iterator[tuple[str, str, int]]:
     """Every number that the form is compiled with."""
     spec = VARIANTS[form].spec()
     return ((spec.name, key, value) for key, value in spec.shape)
+
+
+def way_of(form: str) -> Iterator[tuple[str, str, int]]:
+    """The numbers that choose its code."""
+    ways = ("layout", "strategy", "quantize", "per_route", "weights", "eager", "part", "y_dtype", "wire_dtype")
+    return (each for each in shape_of(form) if each[1] in ways)
 
 
 @needs_nvrtc
@@ -86,6 +106,17 @@ def test_it_compiles_within_limits(form: str) -> None:
         of_thread = REGISTERS_PER_SM // (spec.threads * spec.blocks_per_sm)
         assert registers == of_thread // REGISTER_UNIT * REGISTER_UNIT, log
     assert needs.static_shared_bytes + spec.shared_bytes <= common.MAX_SHARED_BYTES
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("form", mostly_slow(MOVERS, QUICK_MOVERS, left_out(MOVERS, way_of, QUICK_MOVERS)))
+def test_it_compiles_for_blackwell(form: str) -> None:
+    """What moves rows, mostly without a spill. Nobody has run it there."""
+    _, log = compiler.compile_kernel(replace(VARIANTS[form].spec(), arch="sm_100a"))
+    needs = Resources.from_log(log)
+    assert needs.spill_bytes <= (256 if form in SHORT_OF_REGISTERS else 0), log
+    assert needs.stack_bytes <= needs.spill_bytes, log
+    assert "warning" not in log.lower(), log
 
 
 @pytest.mark.parametrize("quantize", ["", "any scale"], ids=["as it is", "to fp8"])

@@ -122,14 +122,16 @@ __device__ bool combine_rows(const CombineArgs& args, Turn turn) {
     if (threadIdx.x == 0) mark(args.call, kHeard);
     if (opened != Opened::kGo) return opened == Opened::kRefused && !Roles::kSums;  // the other half says what is wrong
     if constexpr (kPushesEagerly && kWeightsFromHome) push_eagerly<Shape>(args, shared, turn, warp, lane);
-    if (Roles::kChunks && blockIdx.x < Roles::push_blocks(args)) {
-        if (warp < Shape::push_warps) {
-            push_rows<Shape>(args, shared, epoch, warp, lane);
-        } else if (warp == Shape::push_warps) {
-            notify_chunks<Shape>(args, shared, epoch, lane);
-            if (lane == 0) mark(args.call, kNotified);
+    if constexpr (Roles::kChunks) {
+        if (blockIdx.x < Roles::push_blocks(args)) {
+            if (warp < Shape::push_warps) {
+                push_rows<Shape>(args, shared, epoch, warp, lane);
+            } else if (warp == Shape::push_warps) {
+                notify_chunks<Shape>(args, shared, epoch, lane);
+                if (lane == 0) mark(args.call, kNotified);
+            }
+            __syncthreads();
         }
-        __syncthreads();
     }
     bool done = true;
     if constexpr (Roles::kSums) {
