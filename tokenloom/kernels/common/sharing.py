@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-SEND_GB_PER_S, SEND_US = 67.0, 0.13
+SEND_GB_PER_S, SEND_US = 67.0, 0.14
 """What an SM sends of rows as they are, and what each row costs it besides: ids, weights, places and a flag."""
 QUANTIZE_GB_PER_S = 18.0
 """Of bfloat16, what an SM reads, makes FP8 of, and stores."""
