@@ -130,20 +130,21 @@ __device__ bool sum_rows(const CombineArgs& args, CombineShared<Shape>& shared, 
     }
     typename Rows::Sum stream(shared.sum[warp], lane);
     Terms loading{};
-    bool is_loading = false;  // the sum that `sums` is at
+    bool is_loading = false, is_here = false;  // the sum that `sums` is at
     const auto next = [&](Terms& found) {
-        if (is_loading || !sums.more() || !sums.is_here()) return false;
+        if (is_loading || !sums.more() || !(is_here || sums.is_here())) return false;
         is_loading = true;
         found = loading = sums.terms();
         return true;
     };
     while (sums.more()) {
-        if (!is_loading && !sums.await()) return false;
+        is_here = is_loading || sums.await();
+        if (!is_here) return false;
         stream.load_ahead(next);
         const Terms terms = loading;
         const bool dropped = sums.is_dropped();
         auto* to = static_cast<unsigned char*>(args.out) + sums.token() * Rows::kOutBytes;
-        is_loading = false;
+        is_loading = is_here = false;
         sums.advance();
         if (terms.lanes == 0) fill_row<Rows::kOutBytes>(to, dropped ? kNanWord<Shape::out_dtype> : 0, lane);
         else stream.add(terms, to, next);

@@ -133,7 +133,7 @@ struct TokenSource {
         const int32 begun = kSent == Sent::kOwn ? 0 : Places<Shape>::kDirect ? args.peer_blocks : gridDim.x;
         const int32 of_begun = begun * max(rest, 0);
         if (of_begun == 0 && begun * size >= args.num_tokens) return false;
-        if (!slots_are_found && !find_slots_found()) return false;
+        if (!slots_are_found && !await_slots()) return false;
         do {
             const int32 item = claims.take();
             token = item < of_begun ? item / rest * size + Shape::send_warps + item % rest
@@ -144,7 +144,7 @@ struct TokenSource {
     }
 
    private:
-    __device__ bool find_slots_found() {
+    __device__ bool await_slots() {
         const uint32* found = slots_found(args);
         bool here = true;
         for (uint32 block = claims.lane; block < gridDim.x; block += 32)
