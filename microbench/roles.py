@@ -1,7 +1,7 @@
 """Shows what one SM of each role does: calls of which a given number of blocks send, with times of their phases.
 
     python microbench/roles.py --case dispatch/bf16/expert:24:6 --case combine/bf16/token:16:8 \\
-        [--variant "PUSH_WARPS=19"] [--tokens 4096] [--top-k 8] [--json FILE]
+        [--variant "PUSH_STAGES=3"] [--tokens 4096] [--top-k 8] [--json FILE]
 
 A case is operation/payload/layout, SMs, and how many of their blocks send; without the last, as many as the library
 finds best. Variants are constants of a launch, as constants.py takes them; every case is measured with each. Needs

@@ -85,6 +85,15 @@ def test_the_end_of_python_keeps_what_has_not_ended() -> None:
     assert [now - count for now, count in zip(after, before, strict=True)] == [1, 0, 1, 0]
 
 
+def test_an_end_waits_for_threads_that_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of gloo that runs, or has run since it was last looked at, may be about to let go of tensors."""
+    states = [("R", "1", "0"), ("S", "2", "0"), ("S", "3", "0"), ("S", "3", "0")]
+    looked = iter(states)
+    monkeypatch.setattr(collectives, "_gloo_threads", lambda: {"7": next(looked)})
+    collectives._leave_threads_nothing()
+    assert not list(looked), "it has slept from one look to the next"
+
+
 @pytest.mark.parametrize("result", [None, SUCCESS])
 def test_a_collective_that_has_ended(result: int | None) -> None:
     """No stream has to wait for it."""

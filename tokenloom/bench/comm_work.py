@@ -245,7 +245,7 @@ def plan_series(
     num_ranks: int,
     device: str,
     wanted: Sequence[str] | None = None,
-    num_sms: Sequence[int] = (registry.DEFAULT_SMS,),
+    num_sms: Sequence[int] = (0,),
     only: Sequence[str] = (),
     timings: Sequence[str] | None = None,
     beside_us: float | None = None,

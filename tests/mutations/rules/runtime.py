@@ -23,7 +23,7 @@ RANKS = (
       "tests/runtime/test_links.py::test_threads_that_ranks_hold_up_end"),
     M("threads-let-go-late", "Python ends while a thread of gloo is about to let go of tensors",
       "runtime.collectives:_leave_threads_nothing", "before and time.monotonic() < deadline", "False",
-      "tests/faults/test_endings.py"),
+      "tests/runtime/test_collectives.py"),
     M("open-collectives-let-go", "a process that ends waits for collectives that a lost rank has left open",
       "runtime.collectives:_leave_threads_nothing", "not collective.has_ended()", "False",
       "tests/runtime/test_collectives.py"),

@@ -80,8 +80,7 @@ def comm(
         text_option(
             "--num-sms",
             "N,N,...",
-            "SMs that a kernel of ours takes, or 0 for as many as it chooses; several with commas between. "
-            "Default: 16.",
+            "SMs that a kernel of ours takes; several with commas between. Default: 0, as many as it chooses.",
         ),
     ] = None,
     only: Annotated[
@@ -117,7 +116,6 @@ def comm(
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and exit.")] = False,
 ) -> None:
     """Measure dispatch and combine over every backend that works here, in turns, and over deep_ep if it is there."""
-    from tokenloom.backends import registry
     from tokenloom.bench import comm_work
     from tokenloom.bench.comm import run_comm
     from tokenloom.bench.setup import Run
@@ -155,7 +153,7 @@ def comm(
         num_ranks,
         where,
         contestants,
-        sms or [registry.DEFAULT_SMS],
+        sms or [0],
         parts,
         timings,
         beside,

@@ -37,10 +37,9 @@ at the end home waits for what slow SMs have claimed. But each chunk has a claim
 lose by it. Ranks agree on layouts, but not on the dtype of y, by which rows are copied."""
 COPY_WARPS = {12288: 4, 2048: 6, 0: 12}
 """Warps of a block that send rows as they are, by the least bytes of a row. Bulk copies need few threads."""
-PUSH_WARPS = 19
-"""Warps of a block that send rows which are sums, or have to be converted; all but the one that notifies."""
 PUSH_STAGES = 4
-"""Most stages of each such warp: 19 warps have 114 KB in flight. With more or fewer stages they are slower."""
+"""Most stages of each warp that sends rows which are sums, or have to be converted: all of a block but the one that
+notifies. 19 warps have 114 KB in flight; with more or fewer stages they are slower."""
 PRE_REDUCE_WARPS = 12
 PRE_REDUCE_BLOCKS = 64
 """Blocks of the kernel that pre-reduces, which only reads and writes this GPU's memory."""
@@ -156,7 +155,7 @@ class CombineVariant(SharesWork):
         copies = self.copies
         row_bytes = hidden * self.wire_dtype.itemsize
         threads = COPY_THREADS if copies or self.dense or self.eager else SUM_THREADS
-        push_warps = threads // 32 if self.eager else _copy_warps(row_bytes) if copies else PUSH_WARPS
+        push_warps = threads // 32 if self.eager else _copy_warps(row_bytes) if copies else threads // 32 - 1
         rings = 1 if self.dense or self.part == "receive" else push_warps
         sum_warps = 1 if self.part == "send" or reserved_bytes else threads // 32
         other_bytes = 36 * plan.num_ranks + 4 * 19 * push_warps + 256 + reserved_bytes
