@@ -135,7 +135,8 @@ def main() -> None:
         print(f"{row['case']:32} {with_constants:28} {row['us']:8.1f}  {'  '.join(marks)}", flush=True)
     if options.json:
         about = {"num_ranks": len(by_rank), "tokens": options.tokens, "top_k": options.top_k}
-        options.json.write_text(json.dumps({"setup": about, "rows": rows}, indent=1) + "\n")
+        lines = ",\n".join(json.dumps(row) for row in rows)  # a line each
+        options.json.write_text(f'{{"setup": {json.dumps(about)}, "rows": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":
