@@ -22,6 +22,7 @@ import torch.distributed as dist
 import tokenloom as tl
 from tokenloom.bench.workload import CallSizes, expert_outputs, make_inputs
 from tokenloom.kernels.common import MARK_WORDS, MARKS, MAX_BLOCKS
+from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext, RankPool
 
 CALLS = 5
@@ -50,6 +51,20 @@ def phases(context: RankContext, call: Callable[[], Any], launcher: Any) -> dict
     return found
 
 
+def new_communicator(context: RankContext, plan: Plan, num_sms: int) -> tl.Communicator:
+    """Of these sizes, on backend nvlink. Collective."""
+    return tl.Communicator(
+        context.group,
+        num_experts=plan.num_experts,
+        hidden=plan.hidden,
+        top_k=plan.top_k,
+        max_tokens_per_rank=plan.max_tokens_per_rank,
+        backend="nvlink",
+        num_sms=num_sms,
+        device=context.device,
+    )
+
+
 def host_us(call: Callable[[], Any]) -> float:
     """Median time until a call returns, in microseconds, with an idle GPU."""
     costs = []
@@ -68,16 +83,7 @@ def measure(context: RankContext, shape: CallSizes, num_sms: int) -> dict[str, A
     plan = shape.plan(context.num_ranks)
     capacities = {"expert": given.expert_rows, "slots": given.slot_rows}
     found: dict[str, Any] = {}
-    with tl.Communicator(
-        context.group,
-        num_experts=plan.num_experts,
-        hidden=plan.hidden,
-        top_k=plan.top_k,
-        max_tokens_per_rank=plan.max_tokens_per_rank,
-        backend="nvlink",
-        num_sms=num_sms,
-        device=context.device,
-    ) as comm:
+    with new_communicator(context, plan, num_sms) as comm:
         launcher = comm.engine._backend._launcher  # type: ignore[attr-defined]
         for payload in ("bf16", "fp8", "to_fp8"):
             for layout in ("token", "expert", "rank", "slots"):

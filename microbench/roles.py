@@ -25,9 +25,8 @@ from unittest import mock
 
 import torch
 from constants import Variant, constants, parse_variant
-from phases import phases
+from phases import new_communicator, phases
 
-import tokenloom as tl
 from tokenloom.bench.clock import Clock
 from tokenloom.bench.workload import CallSizes, Inputs, expert_outputs, make_inputs
 from tokenloom.kernels.common import SharesWork
@@ -85,16 +84,7 @@ def measure_case(context: RankContext, shape: CallSizes, given: Inputs, case: Ca
         options["capacity"] = given.expert_rows
     x, clock = given.fp8 if payload == "fp8" else given.x, Clock(context, cold=False)
     assert x is not None
-    with tl.Communicator(
-        context.group,
-        num_experts=plan.num_experts,
-        hidden=plan.hidden,
-        top_k=plan.top_k,
-        max_tokens_per_rank=plan.max_tokens_per_rank,
-        backend="nvlink",
-        num_sms=case.num_sms,
-        device=context.device,
-    ) as comm:
+    with new_communicator(context, plan, case.num_sms) as comm:
 
         def dispatch(copy: bool = False) -> Any:
             return comm.dispatch(x, given.ids, given.weights, copy=copy, **options)

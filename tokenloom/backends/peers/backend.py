@@ -118,9 +118,9 @@ class NvlinkBackend:
         # Numbers go on in great steps: who comes back has not counted.
         known_from = ranks.met_at << NUMBER_BITS
         usable = usable_sms(ranks.device.index)
-        most_sms = min(MAX_SMS, usable) if num_sms is None else num_sms
-        if num_sms is None:  # a rank may be allowed fewer, and each waits for as many blocks of others as it has
-            told = ranks.all_gather_object(most_sms, "counting SMs")
+        most_sms = num_sms
+        if most_sms is None:  # a rank may be allowed fewer, and each waits for as many blocks of others as it has
+            told = ranks.all_gather_object(min(MAX_SMS, usable), "counting SMs")
             most_sms = min(each for each in told if each is not None)
         self._launcher = Launcher(plan, ranks, control, num_sms, max(first_call, known_from), most_sms)
         self._launcher.known_from = known_from
