@@ -39,7 +39,7 @@ def test_describe_has_the_numbers(context: RankContext) -> None:
     problem = make_problem(CASE, context.num_ranks)
     with make_comm(context, "nvlink", problem.plan, num_sms=None) as comm:
         assert "SMs of a kernel: by token " in comm.describe()
-        assert "by expert 32 of a dispatch (32 of FP8) and 32 of a combine" in comm.describe(), "few tokens"
+        assert "by expert 64 of a dispatch (64 of FP8) and 64 of a combine" in comm.describe(), "few tokens"
     with make_comm(context, "nvlink", problem.plan, num_sms=3) as comm:
         assert "SMs of a kernel: 3, as num_sms says" in comm.describe()
 

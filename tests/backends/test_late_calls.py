@@ -410,18 +410,24 @@ def test_memory_that_is_kept(
     """Where all ranks know that the processes of the lost ones have ended, and have the same buffers, once nothing
     runs any more. Rank 2 was masked by hand, and lives."""
     monkeypatch.setattr(backend_module, "ENDING_S", 0.0)
+    monkeypatch.setattr(backend_module, "synchronize", lambda device: happened.append("done"))
     happened: list[Any] = []
 
     def gather(own: list[Any], phase: str) -> list[Any]:
         happened.append("gather")
         return [own, [9, 40, elsewhere, sizes], None]  # of the rank that is lost there is none
 
+    def settle(name: str, value: Any, phase: str) -> Any:
+        happened.append("settle")
+        return value
+
     ranks = SimpleNamespace(
         num_losses=2,
         masked=frozenset({0, 2}),
         lost=frozenset({0, 5}),
         all_gather_object=gather,
-        settle=lambda name, value, phase: value,
+        settle=settle,
+        device=None,
     )
     launcher = SimpleNamespace(
         outcomes=SimpleNamespace(known_losses=1),
@@ -436,14 +442,17 @@ def test_memory_that_is_kept(
     backend: Any = SimpleNamespace(
         _ranks=ranks,
         _launcher=launcher,
-        _buffers=SimpleNamespace(take_all=list, sizes=lambda: [[2, 64]]),
+        _buffers=SimpleNamespace(
+            take_all=list, sizes=lambda: [[2, 64]], set_arrivals_back=lambda: happened.append("absent")
+        ),
         _fused=SimpleNamespace(begin_anew=lambda: happened.append("counts")),
         _make_memory=lambda *given: happened.append(given),
         _dispatcher=SimpleNamespace(shared=SimpleNamespace(overflow=None)),
     )
     kept = bool(here and elsewhere and sizes)
     assert NvlinkBackend.remake(backend) is kept
-    assert happened == ["idle", "gather", *(["counts", (9, (41, 40), 2, [0, 2])] if kept else ["close", (9, 1)])]
+    assert happened[:5] == ["idle", "gather", "absent", "done", "settle"], "rows of calls in vain, while nobody sends"
+    assert happened[5:] == (["counts", (9, (41, 40), 2, [0, 2])] if kept else ["close", (9, 1)])
 
 
 @pytest.mark.parametrize(("epochs", "last"), [((5, 7), 7), ((2**32 - 2, 4), 4), ((2**31 + 1, 2**31), 2**31 + 1)])

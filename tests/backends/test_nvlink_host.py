@@ -41,7 +41,7 @@ BF16 = torch.bfloat16
 class FakeBuffer:
     """Memory that only this process has."""
 
-    def __init__(self, layout: BufferLayout, ranks: object) -> None:
+    def __init__(self, layout: BufferLayout, ranks: object, fill: int = 0) -> None:
         self.layout, self.peers = layout, torch.zeros(PLAN.num_ranks, dtype=torch.int64, device="cpu")
 
     def view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -56,6 +56,9 @@ class FakeLauncher:
     def __init__(self) -> None:
         self.faulty, self.agreed = False, 0
         self.retired: list[object] = []
+
+    def add_arrivals(self, first: torch.Tensor, turn_bytes: int) -> None:
+        pass
 
     def agree_before_memory(self, fields: object) -> None:
         if self.faulty:

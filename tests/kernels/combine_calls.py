@@ -9,7 +9,7 @@ import torch
 
 from tests.kernels.one_gpu import DEVICE
 from tests.kernels.played_peer import Homeward, counts_of, num_chunks, received_by_rank_0, sent_home
-from tests.kernels.silent_peer import BLOCKS, Rank0, int32, signed
+from tests.kernels.silent_peer import BLOCKS, STALE, Rank0, int32, signed
 from tests.kernels.staged_calls import stale
 from tests.support.cases import BF16, Problem, expert_rows, same_bits, same_bytes
 from tokenloom import reference
@@ -18,6 +18,9 @@ from tokenloom.kernels.combine.launch import CombineVariant, max_chunks
 from tokenloom.kernels.common import TURNS
 from tokenloom.plan import ROUTE_LAYOUTS
 from tokenloom.runtime.kernel_reports import CallOutcome
+
+ABSENT = -1
+"""A word that has not come: every bit is set."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,18 @@ class Summed:
 
 
 class CombineBuffers:
-    """Where rows come home, on both ranks."""
+    """Where rows come home, on both ranks. Of eager calls each word is absent."""
 
     def __init__(self, rank0: Rank0, options: Summed) -> None:
         self.rank0, self.dtype = rank0, options.wire_dtype
         make = routes_in_turns_layout if options.mode == "per_route" else sums_in_turns_layout
         self.layout = make(rank0.plan, options.wire_dtype.itemsize, 0)
-        self.memory = rank0.stale(self.layout)
+        self.memory = rank0.stale(self.layout, ABSENT if options.eager else STALE)
         self.expected = self.memory[1].cpu()
         self.peers = rank0.addresses(self.memory)
+        if options.eager:
+            (first, size), (second, _) = (self.layout.places[f"combine_recv{turn}"] for turn in range(2))
+            rank0.arrivals[0] = torch.tensor([self.memory[0].data_ptr() + first, second - first, size])
 
     def rows(self, memory: torch.Tensor, turn: int) -> torch.Tensor:
         """One of the buffers that take turns, [places, H]."""
@@ -125,20 +131,23 @@ class CombineCall:
         return sent_home(self.problem, self._ys, self._routed, self._weights, rank, home, **dtypes)
 
     def _num_flags(self, num_rows: int) -> int:
-        """Of one rank for another: one for each chunk, or for each block of an eager call."""
-        return self.options.blocks if self.options.eager else num_chunks(num_rows, self._lone_rows)
+        """Of one rank for another: one for each chunk; none where rows say by themselves that they are here."""
+        return 0 if self.options.eager else num_chunks(num_rows, self._lone_rows)
 
     # -- rank 1 ---------------------------------------------------------------------------------------------
 
-    def open_by_rank_1(self, **header: int) -> None:
+    def open_by_rank_1(self, **header: Any) -> None:
         """Say that it has begun, or what is wrong."""
         self.rank0.open_by_rank_1([], epoch=self.epoch, **header)
 
     def send_by_rank_1(self, but_last: int = 0) -> None:
-        """Put its rows into this call's buffer, then raise its flags, but for so many of the last."""
+        """Put its rows into this call's buffer, and raise its flags: but for so many of the last, of eager calls words
+        instead of flags."""
         sent = self._home(1, 0)
         rows = self.buffers.rows(self.buffers.memory[0], self.epoch % self.turns)
         rows[sent.places] = sent.rows.to(DEVICE)
+        if self.options.eager and but_last:
+            rows.view(torch.uint8)[sent.places[-1], -4 * but_last :] = 0xFF
         first = max_chunks(self.problem.plan)
         last = first + self._num_flags(counts_of(self.problem, 0)[1])
         self.rank0.words("chunk_flags")[first : last - but_last] = signed(self.epoch)
@@ -161,6 +170,17 @@ class CombineCall:
         dtypes = {"mode": options.mode, "wire_dtype": options.wire_dtype, "out_dtype": options.out_dtype}
         want = reference.combine(self.problem.plan, self._ys, self._routed, own_ids, self._weights, **dtypes)[0]
         same_bits(self.out, want, "out")
+        self.check_set_back()
+
+    def check_set_back(self) -> None:
+        """What has come in an eager call is absent again."""
+        if self.options.eager:
+            rows = self.buffers.rows(self.buffers.memory[0], self.epoch % self.turns).view(torch.uint8)
+            assert (rows == 0xFF).all()
+
+    def sent_places(self) -> list[int]:
+        """Where its rows lie in the buffer of rank 1."""
+        return self._home(0, 1).places
 
     def check_sent(self) -> None:
         """What rank 0 has sent rank 1: its rows, flags of their chunks, and that it has begun. Nothing else."""

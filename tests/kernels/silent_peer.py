@@ -9,7 +9,7 @@ import torch
 from tests.kernels import one_gpu
 from tests.kernels.one_gpu import DEVICE, LONG_S, SHORT_S
 from tokenloom.backends.peers.buffers import control_layout
-from tokenloom.kernels.common import CLAIMS, HEADER_WORDS, TURNS, Variant
+from tokenloom.kernels.common import CLAIMS, HEADER_WORDS, MOST_ARRIVALS, TURNS, Variant
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.kernel_reports import CallOutcome
 from tokenloom.runtime.symmetric_memory import BufferLayout
@@ -49,6 +49,7 @@ class Rank0:
 
     Attributes:
         epoch: of the next call that opens.
+        arrivals: int64 [MOST_ARRIVALS, 3], as Call has them: none.
         last_run_s: how long the last kernel took.
     """
 
@@ -66,14 +67,15 @@ class Rank0:
         self._timeouts_s = [SHORT_S if short == each else LONG_S for each in ("open", "phases")]
         self._kept: list[torch.Tensor] = []
         self._opened, self._sequence = epoch - 1, 77
+        self.arrivals = torch.zeros(MOST_ARRIVALS, 3, dtype=torch.int64, device=self.device)
 
     def bytes(self, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.uint8, device=self.device)
 
-    def stale(self, layout: BufferLayout) -> list[torch.Tensor]:
+    def stale(self, layout: BufferLayout, word: int = STALE) -> list[torch.Tensor]:
         """A buffer of each rank, as int32 words."""
         words = align_up(layout.total_bytes, 4) // 4
-        return [torch.full((words,), STALE, dtype=torch.int32, device=self.device) for _ in range(2)]
+        return [torch.full((words,), word, dtype=torch.int32, device=self.device) for _ in range(2)]
 
     def addresses(self, buffers: list[torch.Tensor]) -> int:
         """Device memory with where each rank's part of a window begins."""
@@ -93,13 +95,22 @@ class Rank0:
         return self.words("headers", rank)[first : first + stride]
 
     def open_by_rank_1(
-        self, counts: list[int], status: int = 0, options_hash: int = OPTIONS_HASH, epoch: int | None = None
+        self,
+        counts: list[int],
+        status: int = 0,
+        options_hash: int = OPTIONS_HASH,
+        epoch: int | None = None,
+        leaves: bool = True,
     ) -> None:
-        """Write the header of rank 1, with its counts, and raise its flag: by default for the next call."""
+        """Write the header of rank 1, with its counts, and raise its flag: by default for the next call. If it refuses
+        the call, it says that nothing more comes, unless it does not leave.
+        """
         epoch = self.epoch if epoch is None else epoch
         header = int32([status, 0, *_halves(options_hash), *counts])
         self.header(1, 0, epoch)[: len(header)] = header
         self.words("flags")[1] = signed(epoch)
+        if leaves and (status != 0 or options_hash != OPTIONS_HASH):
+            self.words("left_flags")[1] = signed(epoch)
 
     def kernel(self, variant: Variant, half_epoch: torch.Tensor | None = None) -> Any:
         """The kernel, told of a call.
@@ -118,7 +129,8 @@ class Rank0:
         call.num_some_flags = (end - call.some_flags) // 4
         call.fault, call.fault_claimed = self.fault.record_address, self.fault.claimed.data_ptr()
         call.open_timeout_ns, call.timeout_ns = (int(seconds * 1e9) for seconds in self._timeouts_s)
-        call.options_hash = OPTIONS_HASH
+        call.options_hash, call.num_ranks = OPTIONS_HASH, self.plan.num_ranks
+        call.left_flags, call.arrivals = self.layout.offset("left_flags"), self.arrivals.data_ptr()
         return kernel
 
     def run(self, kernel: Any, blocks: int = BLOCKS, opens: bool = True) -> CallOutcome | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.combine_calls import CombineBuffers, CombineCall, Summed
+from tests.kernels.combine_calls import ABSENT, CombineBuffers, CombineCall, Summed
 from tests.kernels.one_gpu import needs_one_gpu
 from tests.kernels.played_peer import problem_of_two
 from tests.kernels.silent_peer import Rank0, error_of
@@ -124,6 +124,23 @@ def test_rows_of_any_length(dtype: torch.dtype, hidden: int) -> None:
     """One unit of 16 bytes, rows that no stage divides, rows of several stages."""
     options = summed("expert", "eager", y_dtype=dtype, wire_dtype=dtype, out_dtype=dtype)
     run(problem_of_two(replace(BASE, dtype=dtype, hidden=hidden)), options)
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
+def test_values_with_all_bits_set(halves: bool) -> None:
+    """They are NaN, and travel, though such a word shows that nothing has come. Who sends it takes another NaN."""
+    problem = problem_of_two(replace(BASE, pick="descending"))
+    options = summed("token", "eager", halves=halves)
+    rank0 = Rank0(problem.plan)
+    call = CombineCall(CombineBuffers(rank0, options), problem, options)
+    call.y.view(torch.int16).fill_(-1)
+    call.open_by_rank_1()
+    call.send_by_rank_1()
+    assert call.send() is None
+    sent = call.buffers.rows(call.buffers.memory[1], call.epoch % call.turns)[call.sent_places()]
+    assert len(sent)
+    assert sent.isnan().all()
+    assert (sent.view(torch.int32) != ABSENT).all()
 
 
 # -- call after call ------------------------------------------------------------------------------------------------

@@ -158,12 +158,14 @@ def test_rows_that_never_come(what: str, which: str) -> None:
 )
 @each_call
 def test_a_call_that_is_refused(what: str, header: dict[str, int], found: tuple[int | None, int, int | None]) -> None:
-    """Rank 1 opens it and does nothing more. The host hears of it once, from the half that receives; nothing expires,
-    and the next calls work.
+    """Rank 1 opens it, at most sends its rows as well, and does nothing more. The host hears of it once, from the half
+    that receives; nothing expires, and the next calls work.
     """
     rank0, make = calls_of(what, "")
     all_is_well(make())
     call = make()
+    if isinstance(call, CombineCall) and call.options.eager:
+        call.send_by_rank_1()
     if call.options.halves and call.options.eager:
         assert call.send() is None  # rank 1 opens it later
         call.open_by_rank_1(**header)
@@ -179,6 +181,8 @@ def test_a_call_that_is_refused(what: str, header: dict[str, int], found: tuple[
     assert (outcome.needed_rows, outcome.capacity) == (0, 0)
     assert error_of(rank0) is None
     check_nothing(call)
+    if isinstance(call, CombineCall):
+        call.check_set_back()
     for _ in range(5):  # all turns
         all_is_well(make())
     assert error_of(rank0) is None
@@ -203,3 +207,20 @@ def test_a_refused_call_between_the_halves_of_another(what: str) -> None:
     check_nothing(second)
     all_is_well(make())
     assert error_of(rank0) is None
+
+
+@pytest.mark.parametrize("what", [name for name, options in COMBINES.items() if options.eager])
+def test_rows_behind_a_refusal(what: str) -> None:
+    """Rank 1 refuses the call, and may still send rows: rank 0 waits until it says that it does not, at most as long
+    as for anything else.
+    """
+    rank0, make = calls_of(what, "phases")
+    call = make()
+    call.open_by_rank_1(status=STATUS, leaves=False)
+    outcome = call.send()
+    if call.options.halves:
+        assert outcome is None
+        outcome = call.receive()
+    in_time(rank0)
+    assert error_of(rank0) == ((1,), PARTIALS)
+    check_nothing(call)

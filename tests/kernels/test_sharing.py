@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.support.cases import BF16
 from tokenloom.kernels.combine.launch import CombineVariant
 from tokenloom.kernels.common import MAX_BLOCKS, Work
+from tokenloom.kernels.common.sharing import MOST_BLOCKS_BY_BYTES
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import Plan
 
@@ -76,8 +77,13 @@ def test_best_blocks(num_ranks: int, top_k: int) -> None:
         assert 8 <= by_token <= by_expert <= MAX_BLOCKS
     home = {layout: CombineVariant(plan, layout=layout, **HOME) for layout in ("token", "expert")}
     assert home["token"].best_blocks(MAX_BLOCKS) <= home["expert"].best_blocks(MAX_BLOCKS)
+    for variant in (*variants, *home.values()):
+        assert variant.best_blocks(MAX_BLOCKS) <= MOST_BLOCKS_BY_BYTES
+        few = MAX_BLOCKS if variant.layout == "expert" else MOST_BLOCKS_BY_BYTES
+        assert variant.best_blocks(MAX_BLOCKS, few_tokens=True) == few
+        assert variant.best_blocks(20, few_tokens=True) == 20
     if num_ranks == 1:
-        assert home["token"].best_blocks(MAX_BLOCKS) == MAX_BLOCKS
+        assert home["token"].best_blocks(MAX_BLOCKS) == MOST_BLOCKS_BY_BYTES
 
 
 def test_best_blocks_of_four_ranks() -> None:

@@ -57,9 +57,9 @@ class Stream:
 class Memory:
     """A symmetric buffer that only this process has."""
 
-    def __init__(self, layout: BufferLayout, ranks: RankGroup) -> None:
+    def __init__(self, layout: BufferLayout, ranks: RankGroup, fill: int = 0) -> None:
         self.layout = layout
-        memory = torch.zeros(layout.total_bytes + 256, dtype=torch.uint8, device="cpu")
+        memory = torch.full((layout.total_bytes + 256,), fill, dtype=torch.uint8, device="cpu")
         self._memory = memory[-memory.data_ptr() % 256 :]
         self.addresses = [self._memory.data_ptr()] * ranks.num_ranks
         self.peers = torch.tensor(self.addresses, device="cpu")

@@ -15,6 +15,8 @@ from tokenloom.runtime.topology import Topology
 
 DEFAULT_SMS = 16
 """Of kernels where nodes are several."""
+LAYER_SMS = 32
+"""Of kernels of a layer, whose largest transfers have nothing beside them."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 from tokenloom.backends import collective, nodes, peers
 from tokenloom.backends.peers import MAX_SMS
-from tokenloom.backends.registration import Availability, Registration, Request
+from tokenloom.backends.registration import LAYER_SMS, Availability, Registration, Request
 from tokenloom.backends.seam import TRANSPORTS, Backend, Capabilities
 from tokenloom.errors import (
     BackendUnavailable,
@@ -25,6 +25,7 @@ from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology, pretended
 
 __all__ = [
+    "LAYER_SMS",
     "MAX_SMS",
     "Availability",
     "Choice",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom.backends.registry import MAX_SMS
+from tokenloom.backends.registry import LAYER_SMS
 from tokenloom.backends.seam import DispatchOptions
 from tokenloom.comm import checks
 from tokenloom.comm.communicator import Communicator, Recipe, line_about
@@ -164,7 +164,7 @@ class MegaMoE:
                 top_k=top_k,
                 max_tokens_per_rank=max_tokens_per_rank,
                 backend="auto" if implementation is None else implementation.communicator_backend,
-                num_sms=MAX_SMS,  # of "composed"; the fused kernels take what the schedule says
+                num_sms=LAYER_SMS,  # of "composed"; the fused kernels take what the schedule says
                 device=device,
                 timeout_s=timeout_s,
                 open_timeout_s=open_timeout_s,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenloom.errors import InvalidArgument
-from tokenloom.kernels.common import MAX_BLOCKS
 
+MOST_SEND_SMS = 32
+"""GEMM1 has the others."""
 MOST_GEMM2_SMS = 64
 """About half of the SMs of a GPU."""
 
@@ -24,12 +25,12 @@ class MegaSchedule:
         InvalidArgument: a number is not as above.
     """
 
-    send_sms: int = MAX_BLOCKS
+    send_sms: int = MOST_SEND_SMS
     gemm2_sms: int = 0
 
     def __post_init__(self) -> None:
-        if not _is_integer(self.send_sms) or self.send_sms not in range(2, MAX_BLOCKS + 1, 2):
-            raise InvalidArgument(f"send_sms is {self.send_sms!r}, expected an even number up to {MAX_BLOCKS}")
+        if not _is_integer(self.send_sms) or self.send_sms not in range(2, MOST_SEND_SMS + 1, 2):
+            raise InvalidArgument(f"send_sms is {self.send_sms!r}, expected an even number up to {MOST_SEND_SMS}")
         if not _is_integer(self.gemm2_sms) or self.gemm2_sms not in range(0, MOST_GEMM2_SMS + 1, 2):
             raise InvalidArgument(f"gemm2_sms is {self.gemm2_sms!r}, expected an even number up to {MOST_GEMM2_SMS}")
 

@@ -75,6 +75,7 @@ class SymmetricBuffer:
         layout: what it holds, the same on all ranks.
         ranks: the group, whose topology says which ranks share a node. Those of other nodes have buffers among
             themselves.
+        fill: every byte of it at first.
 
     Raises:
         torch.OutOfMemoryError: there is no room for it here. RuntimeError: the driver refuses. PeerError: either of
@@ -86,13 +87,13 @@ class SymmetricBuffer:
         peers: int64 [W], the same on the device.
     """
 
-    def __init__(self, layout: BufferLayout, ranks: RankGroup) -> None:
+    def __init__(self, layout: BufferLayout, ranks: RankGroup, fill: int = 0) -> None:
         release_dropped()
         self.layout = layout
         self._shared = _Shared(ranks)
         self._memory: torch.Tensor | None = None
         try:
-            offers = agree(ranks, lambda: self._shared.allocate(layout.total_bytes), "sharing memory")
+            offers = agree(ranks, lambda: self._shared.allocate(layout.total_bytes, fill), "sharing memory")
             agree(ranks, lambda: self._shared.map_all(offers), "mapping shared memory")
             self.addresses, self.peers = self._shared.addresses, self._shared.peers
             self._memory = self._shared.tensor()
@@ -196,16 +197,16 @@ class _Shared:
 
     # -- making it ------------------------------------------------------------------------------------------
 
-    def allocate(self, num_bytes: int) -> tuple[dict[str, int], _Offer]:
-        """Memory of zeros, and what the others need to map it."""
+    def allocate(self, num_bytes: int, fill: int) -> tuple[dict[str, int], _Offer]:
+        """Filled memory, and what the others need to map it."""
         self._num_bytes = max(1, -(-num_bytes // GRANULARITY_BYTES)) * GRANULARITY_BYTES
         handle = b""
         with _on(self._device):
             self._address = _allocate(self._num_bytes)
             if self._neighbours:
                 handle = bytes(checked(load_driver().cuIpcGetMemHandle(self._address)).reserved)
-            self.tensor().zero_()
-            wait_for(self._device)  # no rank gets an address before its owner has cleared the flags behind it
+            self.tensor().fill_(fill)
+            wait_for(self._device)  # no rank gets an address before its owner has filled what lies behind it
         return {"bytes of a buffer": num_bytes}, _Offer(self._rank, handle, ProcessIdentity.own())
 
     def map_all(self, offers: list[_Offer]) -> tuple[dict[str, int], None]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom.backends.registry import MAX_SMS
+from tokenloom.backends.registry import LAYER_SMS
 from tokenloom.backends.seam import Capabilities, Strategy, Upcoming
 from tokenloom.comm import checks
 from tokenloom.comm.communicator import Communicator
@@ -171,7 +171,7 @@ class RoutedExperts(nn.Module):
                 transport=transport,
                 ranks_per_node=ranks_per_node,
                 dtype=dtype,
-                num_sms=MAX_SMS,
+                num_sms=LAYER_SMS,
                 placement=placement,
                 spare_slots=spare_slots,
             )

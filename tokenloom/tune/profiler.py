@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tokenloom.backends.registry import MAX_SMS
+from tokenloom.backends.registry import LAYER_SMS
 from tokenloom.backends.seam import SWAPPED, CombineKind, CombineOptions, Handle, Strategy
 from tokenloom.comm import autograd
 from tokenloom.comm.checks import DispatchArguments
@@ -177,7 +177,7 @@ def profile(
         backend=backend,
         device=device,
         dtype=dtype,
-        num_sms=MAX_SMS,  # as layers do
+        num_sms=LAYER_SMS,  # as layers do
     ) as comm:
 
         def prepare() -> tuple[dict[str, Any], Setting]:

@@ -359,6 +359,8 @@ void* emulated_static(int key, size_t bytes) {
     return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory.data()) + 15) / 16 * 16);
 }
 
+uint64_t emulated_chance() { return chance(); }
+
 void emulated_yield() {
     ready.push_back(current);
     switch_out();

@@ -27,6 +27,7 @@ unsigned char* emulated_shared();               // dynamic shared memory of this
 void* emulated_static(int key, size_t bytes);   // static shared memory of this block
 void emulated_yield();                          // others may run
 uint64_t emulated_clock();
+uint64_t emulated_chance();                     // any number
 // All lanes of the warp meet; slots are what each of them brought.
 const uint64_t* emulated_meet(uint64_t value);
 // All threads of the block meet; how many of them there are, and for how many the predicate is true.

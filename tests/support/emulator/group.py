@@ -120,16 +120,16 @@ class Group:
         self.emulator.run(20_000)
         time.sleep(0)
 
-    def share(self, ranks: Any, what: str, num_bytes: int) -> list[torch.Tensor]:
-        """Memory of every rank, zeros at a multiple of 128, the same for all ranks that ask for it."""
-        return self.share_named(ranks.notes.key(ranks.notes.new_name(what)), num_bytes)
+    def share(self, ranks: Any, what: str, num_bytes: int, fill: int = 0) -> list[torch.Tensor]:
+        """Memory of every rank, filled, at a multiple of 128, the same for all ranks that ask for it."""
+        return self.share_named(ranks.notes.key(ranks.notes.new_name(what)), num_bytes, fill)
 
-    def share_named(self, name: str, num_bytes: int) -> list[torch.Tensor]:
+    def share_named(self, name: str, num_bytes: int, fill: int = 0) -> list[torch.Tensor]:
         """The same, under a name."""
         self.drain(here.rank)  # not inside, where other ranks could not launch what its kernels wait for
         with self.lock:
             if name not in self.memory:
-                parts = [torch.zeros(num_bytes + 128, dtype=torch.uint8) for _ in range(self.num_ranks)]
+                parts = [torch.full((num_bytes + 128,), fill, dtype=torch.uint8) for _ in range(self.num_ranks)]
                 self.memory[name] = [each[-each.data_ptr() % 128 :][:num_bytes] for each in parts]
         return self.memory[name]
 
@@ -216,13 +216,13 @@ class FakeKernel:
 class FakeBuffer:
     """Stands for SymmetricBuffer: buffers of one name are parts of the same one."""
 
-    def __init__(self, layout: BufferLayout, ranks: Any) -> None:
+    def __init__(self, layout: BufferLayout, ranks: Any, fill: int = 0) -> None:
         group = here.group
         self.layout = layout
         self._members = ranks.members
         if ranks.whole is not ranks:  # as a SymmetricBuffer, whose ranks agree with those of all nodes
             assert set(ranks.whole.all_gather_object("a buffer", "")) == {"a buffer"}
-        parts = group.share(ranks, f"buffer of {self._members}", layout.total_bytes)
+        parts = group.share(ranks, f"buffer of {self._members}", layout.total_bytes, fill)
         parts = [parts[member] for member in self._members]
         self.addresses = [each.data_ptr() for each in parts]
         there = ranks.topology.nodes[ranks.topology.node_of[ranks.rank]]

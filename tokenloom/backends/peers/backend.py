@@ -47,6 +47,7 @@ from tokenloom.kernels.combine.launch import CombineVariant
 from tokenloom.kernels.common import HOPPER, MAX_BLOCKS, MAX_RANKS
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import Plan
+from tokenloom.runtime.deferred_release import synchronize
 from tokenloom.runtime.devices import usable_sms
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.store_notes import poll
@@ -122,7 +123,8 @@ class NvlinkBackend:
         if most_sms is None:  # a rank may be allowed fewer, and each waits for as many blocks of others as it has
             told = ranks.all_gather_object(min(MAX_SMS, usable), "counting SMs")
             most_sms = min(each for each in told if each is not None)
-        self._launcher = Launcher(plan, ranks, control, num_sms, max(first_call, known_from), most_sms)
+        few = sends_before_opening(plan)
+        self._launcher = Launcher(plan, ranks, control, num_sms, max(first_call, known_from), most_sms, few)
         self._launcher.known_from = known_from
         masked = ranks.masked
         if self._late is not None:
@@ -202,6 +204,8 @@ class NvlinkBackend:
         if have_ended:
             time.sleep(CLOSING_S)
         told = ranks.all_gather_object([before.num_calls, before.epoch, have_ended, self._buffers.sizes()], PHASE)
+        self._buffers.set_arrivals_back()  # nothing runs on any rank, until all have settled what follows
+        synchronize(ranks.device)
         numbers, epochs, ended, sizes = zip(*(each for each in told if each is not None), strict=True)
         alike = all(each == sizes[0] for each in sizes)  # not where ranks were lost while some made memory
         losses, gone, is_kept = ranks.settle(f"kept/{known}", [losses, sorted(masked), alike and all(ended)], PHASE)

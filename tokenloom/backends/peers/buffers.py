@@ -66,6 +66,9 @@ BULK_BYTES = 16
 EXPERT_ROOM = 1.25
 """Rows of layout "expert" that a receive buffer has at first, over the mean of an even routing."""
 
+ABSENT_BYTE = 0xFF
+"""Every byte of memory in which rows say by themselves that they are here, until they are; kAbsent of
+device/sync/arrival.cuh."""
 EAGER_ROWS = 2048
 """Most rows that a rank may receive in plans whose rows leave before other ranks have opened the call."""
 
@@ -83,6 +86,7 @@ def control_layout(plan: Plan) -> BufferLayout:
             ("done_flags", 4 * TURNS * plan.num_ranks * MAX_BLOCKS),
             ("row_flags", 4 * plan.worst_case_rows("token")),
             ("chunk_flags", 4 * plan.num_ranks * max_chunks(plan)),
+            ("left_flags", 4 * plan.num_ranks),
             ("combine_recv_weights", 4 * _combine_recv_rows(plan) * weight_gradient_values(plan)),
         ]
     )
@@ -161,6 +165,10 @@ def _in_turns(plan: Plan, size: int) -> BufferLayout:
     for turn in range(num_turns(plan)):
         places += [(f"combine_recv{turn}", size), (f"home_weights{turn}", weights)]
     return BufferLayout.of(places)
+
+
+ARRIVING: tuple[MakeLayout, ...] = (sums_in_turns_layout, routes_in_turns_layout)
+"""Buffers in which eager calls await rows word by word."""
 
 
 def gather_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
@@ -461,7 +469,12 @@ class Buffers(DispatchCount):
         for each in together:
             if not self._has((each, value_bytes)):
                 size = each(self._plan, value_bytes, rows)
-                self._buffers[each, value_bytes] = SymmetricBuffer(size, self._launcher.ranks)
+                fill = ABSENT_BYTE if each in ARRIVING else 0
+                made = self._buffers[each, value_bytes] = SymmetricBuffer(size, self._launcher.ranks, fill)
+                if each in ARRIVING and self._is_eager:
+                    (first, num_bytes), (second, _) = (size.places[f"combine_recv{turn}"] for turn in range(2))
+                    arrivals = made.view("combine_recv0", torch.uint8, (num_bytes,))
+                    self._launcher.add_arrivals(arrivals, second - first)
         return self._buffers[key]
 
     def has_for_dispatch(self, options: DispatchOptions, value_bytes: int, width: int | None = None) -> bool:
@@ -501,6 +514,14 @@ class Buffers(DispatchCount):
             return routes_in_turns_layout if options.per_route else sums_in_turns_layout, options.wire_dtype.itemsize
         by_strategy: dict[str, MakeLayout] = {"reduce_scatter": gather_layout, "all_to_all": route_layout}
         return by_strategy.get(options.strategy, self._data_layout), options.wire_dtype.itemsize
+
+    def set_arrivals_back(self) -> None:
+        """Make all rows absent that say by themselves that they are here, while no rank sends any."""
+        for (layout, _), buffer in self._buffers.items():
+            if layout in ARRIVING:
+                for name, (_, size) in buffer.layout.places.items():
+                    if name.startswith("combine_recv"):
+                        buffer.view(name, torch.uint8, (size,)).fill_(ABSENT_BYTE)
 
     def take_all(self) -> list[SymmetricBuffer]:
         """Those that exist, for the end: nothing here views them any more."""

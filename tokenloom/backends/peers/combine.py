@@ -219,7 +219,7 @@ class SumsAtHome:
             require_layout(options.strategy, kind.layout)
         _check(plan, kind)
         self.is_stale, self._combiner, self._launcher = False, combiner, launcher
-        self._blocks = combiner.blocks_alone if kind.alone and not sends_before_opening(plan) else None
+        self._blocks = combiner.blocks_alone if kind.alone else None
         self._like = torch.empty(0, dtype=options.out_dtype, device=launcher.ranks.device)
         self._per_route, self._weighted, self._checked = options.per_route, options.weighted, combiner.checked
         fields = combine_fields(number, user_options or options, kind.width)

@@ -24,7 +24,7 @@ from tokenloom.backends.seam import Wait
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.barrier.launch import BarrierVariant
-from tokenloom.kernels.common import CLAIMS, MAX_BLOCKS, OPENING_FIELDS, Call, SharesWork, Variant
+from tokenloom.kernels.common import CLAIMS, MAX_BLOCKS, MOST_ARRIVALS, OPENING_FIELDS, Call, SharesWork, Variant
 from tokenloom.plan import Plan
 from tokenloom.runtime.deferred_release import keep_until_idle, release_dropped, synchronize, undo_later
 from tokenloom.runtime.graph_references import GraphReferences
@@ -95,6 +95,7 @@ class Launcher:
         num_sms: SMs, one block each, that a kernel takes. None: as many as its rows need, up to ``most_sms``.
         most_sms: of any kernel.
         first_call: number of the first call, the same on all ranks.
+        few_tokens: no call has many.
 
     Attributes:
         num_calls: number of the next call. Captured ones do not count. Each pairs with the same number
@@ -113,8 +114,10 @@ class Launcher:
         num_sms: int | None,
         first_call: int = 0,
         most_sms: int = MAX_BLOCKS,
+        few_tokens: bool = False,
     ) -> None:
         self.plan, self.ranks, self.control, self.num_sms, self.most_sms = plan, ranks, control, num_sms, most_sms
+        self._few_tokens = few_tokens
         self.num_calls = self.known_from = first_call
         self.masked: frozenset[int] = frozenset()
         self._num_launches = 0
@@ -124,8 +127,10 @@ class Launcher:
         # Epoch, masked ranks, blocks out, claims.
         with torch.inference_mode(False):  # ranks are masked in any mode
             self._state = torch.zeros(3 + CLAIMS, dtype=torch.int32, device=ranks.device)
+            self._arrivals = torch.zeros(MOST_ARRIVALS, 3, dtype=torch.int64, device=ranks.device)
+        self._num_arrivals = 0
         self._opened = torch.zeros(1, dtype=torch.int32, device=ranks.device)
-        keep_until_idle(self, ranks.device, self._state, self._opened)
+        keep_until_idle(self, ranks.device, self._state, self._arrivals, self._opened)
         self.outcomes = Outcomes(ranks, control)
         self._last: torch.cuda.Stream | None = None  # where the last eager call is
         self._last_handle = -1  # of it
@@ -149,7 +154,9 @@ class Launcher:
         """How many blocks its kernels take, the same on all ranks."""
         if self.num_sms is not None:
             return self.num_sms
-        return variant.best_blocks(self.most_sms) if isinstance(variant, SharesWork) else self.most_sms
+        if not isinstance(variant, SharesWork):
+            return self.most_sms
+        return variant.best_blocks(self.most_sms, self._few_tokens)
 
     def new_kernel(self, variant: Variant) -> OpeningKernel:
         """A kernel with arguments of its own, in which everything about the opening is filled in that never changes.
@@ -169,15 +176,27 @@ class Launcher:
         opening.blocks_out = self._state.data_ptr() + 8
         opening.claimed = self._state.data_ptr() + 12
         opening.some_flags = self.control.layout.offset("done_flags")
+        opening.left_flags = self.control.layout.offset("left_flags")
+        opening.arrivals = self._arrivals.data_ptr()
         opening.num_some_flags = (self.control.layout.offset("combine_recv_weights") - opening.some_flags) // 4
         opening.fault = self.outcomes.fault.record_address
         opening.fault_claimed = self.fault_claimed
         late = self.outcomes.known_losses is not None  # who is late is masked, wherever it is awaited
         opening.open_timeout_ns = int((self.ranks.timeout_s if late else self.ranks.open_timeout_s) * 1e9)
         opening.timeout_ns = int(self.ranks.timeout_s * 1e9)
-        opening.rank = self.ranks.rank
+        opening.rank, opening.num_ranks = self.ranks.rank, self.ranks.num_ranks
         self._all_kernels.add(made)
         return made
+
+    def add_arrivals(self, first: torch.Tensor, turn_bytes: int) -> None:
+        """Tell kernels of memory of this rank where rows say by themselves that they are here, by turns.
+
+        Args:
+            first: uint8 [bytes], the first turn's. turn_bytes: from one to the next.
+        """
+        row = torch.tensor([first.data_ptr(), turn_bytes, first.numel()], dtype=torch.int64, device="cpu")
+        self._arrivals[self._num_arrivals].copy_(row)
+        self._num_arrivals += 1
 
     def launch(
         self,

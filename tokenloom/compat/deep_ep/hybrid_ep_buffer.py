@@ -49,7 +49,7 @@ class HybridEPBuffer(BufferBase):
             must then have more at once: no rank waits to learn that another has more.
         num_local_experts: L.
         use_fp8: calls pass FP8 rows with scales.
-        num_sms_dispatch_api: SMs of a kernel, at most 32; None: 24. The larger of this and the next counts.
+        num_sms_dispatch_api: SMs of a kernel, at most 64; None: 24. The larger of this and the next counts.
         num_sms_combine_api: as ``num_sms_dispatch_api``.
         **others: settings of upstream's kernels and buffers, which are unused.
 

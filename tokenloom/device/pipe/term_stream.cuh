@@ -20,7 +20,8 @@ struct Terms {
     int begin, end;   // the slices of the rows that are added, where warps share them
 };
 
-template <int kTermDtype, int kOutDtype, int kHidden, int kGroupValues, int kStages, bool kWeighted, bool kShared>
+template <int kTermDtype, int kOutDtype, int kHidden, int kGroupValues, int kStages, bool kWeighted, bool kShared,
+          class Stores = PlainStores>
 struct TermStream {
     static constexpr int kGroups = kHidden / kGroupValues;
     static constexpr int kGroupBytes = kGroupValues * kValueBytes<kTermDtype>;
@@ -102,7 +103,7 @@ struct TermStream {
                 release(next);
             }
             for_each_group(tile, [&](int step, int, int index) {
-                store_group<kOutDtype>(to + index * kOutBytes, sum[step]);
+                store_group<kOutDtype, Stores>(to + index * kOutBytes, sum[step]);
             });
         }
     }
@@ -121,10 +122,10 @@ struct TermStream {
                     if constexpr (kSumOfOneIsACopy) {
 #pragma unroll
                         for (int i = 0; i < kOutBytes / 16; ++i)
-                            store_16(to + index * kOutBytes + 16 * i,
-                                     load_shared_16(stage + in_slice * kOutBytes + 16 * i));
+                            Stores::store(to + index * kOutBytes + 16 * i,
+                                          load_shared_16(stage + in_slice * kOutBytes + 16 * i));
                     } else {
-                        store_group<kOutDtype>(to + index * kOutBytes, value(stage, in_slice, weight));
+                        store_group<kOutDtype, Stores>(to + index * kOutBytes, value(stage, in_slice, weight));
                     }
                 });
                 release(next);

@@ -103,6 +103,16 @@ __device__ __forceinline__ Vec16 load_16_once(const void* address) {
     return v;
 }
 
+// Each of the four words by itself: nothing is assumed of 16 bytes together.
+__device__ __forceinline__ Vec16 load_16_relaxed_sys(const void* address) {
+    Vec16 v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "l"(address)
+                 : "memory");
+    return v;
+}
+
 // From shared memory, behind a wait for what asynchronous copies brought there.
 __device__ __forceinline__ Vec16 load_shared_16(const void* shared) {
     Vec16 v;
@@ -115,6 +125,12 @@ __device__ __forceinline__ Vec16 load_shared_16(const void* shared) {
 
 __device__ __forceinline__ void store_16(void* address, Vec16 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.word[0]), "r"(v.word[1]),
+                 "r"(v.word[2]), "r"(v.word[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_16_relaxed_sys(void* address, Vec16 v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.word[0]), "r"(v.word[1]),
                  "r"(v.word[2]), "r"(v.word[3])
                  : "memory");
 }

@@ -57,25 +57,36 @@ __device__ __forceinline__ bool has_expired(const Deadline& deadline) {
 
 constexpr int kPollsPerClock = 1024;
 
-// One thread waits until the peer's flag reaches `wanted`. What the peer released before is visible to it then.
-// False: expired, or another wait of this rank did; the caller must not touch what it waited for.
-template <Flag kKind = Flag::kSomeCalls>
-__device__ __forceinline__ bool wait_for_flag(const uint32* flag, uint32 wanted, const Deadline& deadline,
-                                              uint32 peer, uint32 phase) {
+// One thread polls: `look` gives what it sees, and `is_there` says whether that is what the peer owes. False: expired, or
+// another wait of this rank did; the caller must not touch what it waited for.
+template <class Look, class IsThere>
+__device__ __forceinline__ bool poll(Look look, IsThere is_there, uint32 wanted, const Deadline& deadline, uint32 peer,
+                                     uint32 phase) {
     constexpr int kPollsBeforeSleep = 256;  // each waits for the one before
     uint64 began = 0;
-    for (uint32 polls = 0; !has_reached<kKind>(load_relaxed_sys(flag), wanted); ++polls) {
+    for (uint32 polls = 0; !is_there(look()); ++polls) {
         if (polls < kPollsBeforeSleep) continue;
         sleep_ns(64);
         if (polls % kPollsPerClock != 0) continue;
         const uint64 now = global_timer_ns();
         if (began == 0) began = now;
         if (now - began > deadline.timeout_ns) {
-            record_fault(deadline.fault, deadline.fault_claimed, peer, phase, wanted, wanted, load_relaxed_sys(flag));
+            record_fault(deadline.fault, deadline.fault_claimed, peer, phase, wanted, wanted, look());
             return false;
         }
         if (has_expired(deadline)) return false;
     }
+    return true;
+}
+
+// One thread waits until the peer's flag reaches `wanted`. What the peer released before is visible to it then. False as
+// above.
+template <Flag kKind = Flag::kSomeCalls>
+__device__ __forceinline__ bool wait_for_flag(const uint32* flag, uint32 wanted, const Deadline& deadline,
+                                              uint32 peer, uint32 phase) {
+    const auto look = [flag] { return load_relaxed_sys(flag); };
+    const auto is_there = [wanted](uint32 seen) { return has_reached<kKind>(seen, wanted); };
+    if (!poll(look, is_there, wanted, deadline, peer, phase)) return false;
     load_acquire_sys(flag);
     return true;
 }

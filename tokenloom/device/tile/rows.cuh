@@ -46,9 +46,9 @@ __device__ __forceinline__ void copy_row(const unsigned char* from, uint64 targe
     }
 }
 
-template <int kRowBytes>
+template <int kRowBytes, class Stores = PlainStores>
 __device__ __forceinline__ void fill_row(unsigned char* to, uint32 word, int lane) {
-    for (int i = lane; i < kRowBytes / 16; i += 32) store_16(to + i * 16, Vec16{{word, word, word, word}});
+    for (int i = lane; i < kRowBytes / 16; i += 32) Stores::store(to + i * 16, Vec16{{word, word, word, word}});
 }
 
 // A sum of up to kMostTerms rows of one shape and dtype, in the order of lanes, from loads into registers: kMostAtOnce

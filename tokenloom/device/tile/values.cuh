@@ -75,7 +75,12 @@ __device__ __forceinline__ Group<kValues> unpack(const PackedGroup<kDtype, kValu
     return group;
 }
 
-template <int kDtype, int kValues>
+// Stores of 16 bytes that a signal behind them announces, or a kernel's end.
+struct PlainStores {
+    static __device__ __forceinline__ void store(void* to, Vec16 v) { store_16(to, v); }
+};
+
+template <int kDtype, class Stores = PlainStores, int kValues>
 __device__ __forceinline__ void store_group(unsigned char* global, const Group<kValues>& group) {
     PackedGroup<kDtype, kValues> packed;
 #pragma unroll
@@ -85,7 +90,7 @@ __device__ __forceinline__ void store_group(unsigned char* global, const Group<k
         else word = pack_pair<kDtype>(group.value[2 * i], group.value[2 * i + 1]);
     }
 #pragma unroll
-    for (int i = 0; i < packed.kBytes / 16; ++i) store_16(global + 16 * i, packed.part[i]);
+    for (int i = 0; i < packed.kBytes / 16; ++i) Stores::store(global + 16 * i, packed.part[i]);
 }
 
 // a + b and a * w, each result rounded by itself, as the semantics ask.

@@ -12,10 +12,12 @@
 // rank therefore writes without waiting for anybody.
 #pragma once
 #include "device/ptx/grid.cuh"
+#include "device/sync/arrival.cuh"
 #include "device/transport/peer.cuh"
 
 constexpr int kHeaderWords = 4;  // status, region, hash of the options
-constexpr int kMostBlocks = 32;
+constexpr int kMostBlocks = 64;
+constexpr int kMostArrivals = 4;
 constexpr int kRegionWord = 1;
 constexpr int kHashWord = 2;
 constexpr int kClaims = 3;  // kinds of work in one kernel that warps claim: rows to send, to fill or add, own ones
@@ -31,6 +33,13 @@ struct CallRecord {
     int32 status;           // its status
     uint32 differing_rank;  // 1 + the lowest rank with another hash than the lowest that takes part, or 0
     uint32 sequence;        // of the last call that is over, whatever became of it; written behind all else
+};
+
+// Memory where rows say by themselves that they are here (device/sync/arrival.cuh), by turns.
+struct Arrivals {
+    unsigned char* first;  // of this rank
+    uint64 turn_bytes;     // from one turn's to the next
+    uint64 num_bytes;      // of each turn; 0: there is none
 };
 
 struct Call {
@@ -49,6 +58,8 @@ struct Call {
     uint64 some_flags;       // in the control buffer: flags that only some calls raise,
     uint64 num_some_flags;   // and how many
     uint32* block_flags;     // null, or device memory [2][kMostBlocks]: flags that blocks raise for each other
+    uint64 left_flags;       // in the control buffer: uint32 [W]: a rank sends nothing more in this call, which was refused
+    const Arrivals* arrivals;  // null, or device memory [kMostArrivals]
     // What every call is told anew lies side by side, so that the host writes it at once.
     uint64 options_hash;     // of all that ranks must agree on; the host knows the options themselves
     CallRecord* record;
@@ -56,6 +67,8 @@ struct Call {
     int32 region;  // where this rank wants what it receives; may be another one on every rank
     uint32 sequence;  // what the last block out writes to the record; 0 writes nothing, since nobody waits for a replay
     int32 rank;
+    int32 num_ranks;
+    int32 padding;
 };
 
 // Which part of a call a kernel is.
@@ -242,6 +255,28 @@ __device__ __forceinline__ void forget_old_flags(const Call& call, uint32 epoch,
     }
 }
 
+// One warp, of a call that was refused: rows may be on their way that nobody will read. When no rank sends any more, all
+// words of this turn are absent again. Each rank has heard the same, so each comes here.
+__device__ __forceinline__ void set_arrivals_back(const Call& call, Turn turn, int lane) {
+    if (call.arrivals == nullptr || has_expired(deadline_of(call))) return;
+    const bool has_some = lane < kMostArrivals && call.arrivals[lane].num_bytes != 0;
+    if (!__any_sync(~0u, has_some)) return;
+    const auto* bases = reinterpret_cast<const uint64*>(call.peers);
+    const auto flags = [&](int rank) { return PeerSignals{reinterpret_cast<uint32*>(bases[rank] + call.left_flags)}; };
+    bool over = true;
+    if (lane < call.num_ranks && !turn.leaves_out(lane)) {
+        flags(lane).raise(call.rank, turn.epoch);
+        over = flags(call.rank).wait(lane, turn.epoch, deadline_of(call), lane, kPhasePartials);
+    }
+    if (!__all_sync(~0u, over)) return;
+    __syncwarp();
+    for (int number = 0; number < kMostArrivals; ++number) {
+        const Arrivals& found = call.arrivals[number];
+        unsigned char* first = found.first + turn.epoch % kTurns * found.turn_bytes;
+        for (uint64 at = 16 * lane; at < found.num_bytes; at += 16 * 32) set_back_16(first + at);
+    }
+}
+
 // Every block's last step, with all its threads, whatever became of the call. The last block out advances the epoch:
 // all blocks have read it then. (Of two kernels the first does, and leaves it to the second.)
 //
@@ -280,6 +315,8 @@ __device__ __forceinline__ void close_call(const Call& call, Turn turn, bool don
     if (__any_sync(~0u, in_vain)) {
         __syncwarp();  // the other lanes write behind what thread 0 has acquired
         publish();
+        __syncwarp();
+        if constexpr (kPart != kSend) set_arrivals_back(call, turn, threadIdx.x);
         __syncwarp();
     }
     if (last && call.sequence != 0) store_release_sys(&call.record->sequence, call.sequence);

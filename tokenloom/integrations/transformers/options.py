@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tokenloom.backends.registry import MAX_SMS
+from tokenloom.backends.registry import LAYER_SMS
 from tokenloom.comm.placement import Placement
 from tokenloom.errors import InvalidArgument, a_type
 
@@ -24,7 +24,7 @@ class ExpertsOptions:
     backend: str = "auto"
     timeout_s: float = 30.0
     open_timeout_s: float | None = None
-    num_sms: int = MAX_SMS
+    num_sms: int = LAYER_SMS
     transport: str = "auto"
     ranks_per_node: int | None = None
     placement: Placement | None = None

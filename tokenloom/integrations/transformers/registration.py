@@ -6,7 +6,7 @@ from typing import Literal
 
 from transformers.distributed.expert_parallel import EPImplementationInterface
 
-from tokenloom.backends.registry import MAX_SMS
+from tokenloom.backends.registry import LAYER_SMS
 from tokenloom.comm.placement import Placement
 from tokenloom.integrations.transformers.implementation import TokenloomExperts
 from tokenloom.integrations.transformers.options import ExpertsOptions
@@ -23,7 +23,7 @@ def register(
     backend: str = "auto",
     timeout_s: float = 30.0,
     open_timeout_s: float | None = None,
-    num_sms: int = MAX_SMS,
+    num_sms: int = LAYER_SMS,
     transport: str = "auto",
     ranks_per_node: int | None = None,
     placement: Placement | None = None,

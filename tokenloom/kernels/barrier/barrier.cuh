@@ -35,5 +35,5 @@ __device__ void barrier(const BarrierArgs& args) {
     if (threadIdx.x == 0) mark(args.call, kHeard);
     let_next_kernel_begin();  // not before: it takes SMs from whoever computes while ranks wait for each other
     if (threadIdx.x == 0) *args.opened = opened == Opened::kGo;
-    close_call(args.call, turn, true, [] {});
+    close_call(args.call, turn, opened == Opened::kGo, [] {});
 }

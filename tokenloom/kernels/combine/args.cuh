@@ -5,6 +5,7 @@
 #include "device/pipe/term_stream.cuh"
 #include "device/sync/claims.cuh"
 #include "device/sync/progress.cuh"
+#include "device/tile/arriving_rows.cuh"
 #include "device/tile/layout.cuh"
 #include "device/tile/rows.cuh"
 #include "device/transport/call.cuh"
@@ -24,8 +25,8 @@ struct CombineArgs {
     int32 capacity;  // rows of y; what lies beyond was dropped
     int32 ids_are_int64;
     int32 max_tokens;       // M; from here on, what calls of one kind share
-    uint64 chunk_flags;     // in the control buffer: uint32 [W][max_chunks]: this chunk of rank r is here; eager: what
-                            // its block has sent
+    uint64 chunk_flags;     // in the control buffer: uint32 [W][max_chunks]: this chunk of rank r is here; eager between
+                            // nodes: what its block has sent
     const uint64* peers;    // the data buffers
     uint64 combine_recv;    // in them, rows of Shape::wire_dtype: per rank [M * min(W, K)], by expert rank, then token;
                             // dense [W][M]; per route [M * K], by token and k. The first of combine_turns
@@ -34,7 +35,7 @@ struct CombineArgs {
     int32 max_chunks;       // that one rank can send another
     int32 combine_turns;    // a power of two: calls take turns by their epochs
     uint64 own_sums;        // pre_reduce only: address of [M] rows for the sums of this rank's own tokens
-    int32 send_blocks;      // eager: of the kernel that sends, on all ranks
+    int32 send_blocks;      // eager between nodes: of the kernel that sends, on all ranks
     int32 push_blocks;      // the first so many blocks push rows before they sum; not if eager or dense
 };
 
@@ -48,7 +49,10 @@ struct CombineRoles {
     static constexpr int kWarps = Shape::threads / 32;
     static constexpr bool kSends = Shape::part != kReceive && Shape::dense == 0;
     static constexpr bool kSums = Shape::part != kSend;
-    static constexpr bool kSumsInRings = kSums && Shape::node_ranks == Shape::num_ranks;  // else in registers
+    // Eager, on one node: rows say by themselves that they are here.
+    static constexpr bool kArrives = Shape::eager != 0 && Shape::dense == 0 && Shape::node_ranks == Shape::num_ranks;
+    // Else in registers.
+    static constexpr bool kSumsInRings = kSums && !kArrives && Shape::node_ranks == Shape::num_ranks;
     static constexpr bool kChunks = kSends && Shape::eager == 0;  // rows go home in chunks, each with a flag
 
     // The first so many blocks push before they sum.
@@ -84,8 +88,19 @@ struct Chunks {
     }
 };
 
+template <bool kArrives, class Arriving, class Streamed>
+struct SumOf {
+    using Type = Streamed;
+};
+
+template <class Arriving, class Streamed>
+struct SumOf<true, Arriving, Streamed> {
+    using Type = Arriving;
+};
+
 template <class Shape>
 struct CombineRows {
+    static constexpr bool kArrives = CombineRoles<Shape>::kArrives;
     static constexpr bool kByExpert = Shape::layout == kLayoutExpert;
     static constexpr bool kCopies =
         !kByExpert && Shape::y_dtype == Shape::wire_dtype && Shape::dense == 0 && Shape::eager == 0;
@@ -99,11 +114,17 @@ struct CombineRows {
     static constexpr int kOutBytes = Shape::hidden * kValueBytes<Shape::out_dtype>;
     static constexpr bool kWeighted = Shape::weights != kNoWeights;
     static constexpr bool kWeightsFromHome = Shape::weights == kHomeWeights;
+    using Stores = typename SumOf<kArrives, ArrivingStores, PlainStores>::Type;
     using Push = TermStream<Shape::y_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::stages, kWeighted,
-                            Shape::eager != 0>;
+                            Shape::eager != 0, Stores>;
     using Copy = RowStream<kWireBytes, Shape::stage_bytes, Shape::stages>;
-    using Sum = TermStream<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::sum_stages, false,
-                           true>;
+    // A token has rows on no more ranks than it has experts.
+    static constexpr int kMostTerms =
+        Shape::per_route != 0 || Shape::top_k < Shape::num_ranks ? Shape::top_k : Shape::num_ranks;
+    using Sum = typename SumOf<
+        kArrives, ArrivingSum<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, kMostTerms>,
+        TermStream<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::sum_stages, false,
+                   true>>::Type;
     static constexpr uint32 kNan = kNanWord<Shape::wire_dtype>;  // what comes home for dropped rows
 };
 

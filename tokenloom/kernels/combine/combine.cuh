@@ -11,8 +11,8 @@
 // A chunk is a few consecutive rows of one (expert rank, home rank) pair, so home starts long before the last row is
 // sent. README.md has the protocol.
 //
-// Eager (small plans): buffers take turns by four, so nobody waits before it pushes. All warps push, a block raises one
-// flag for each rank, and when all ranks have begun, and raised theirs, all warps sum.
+// Eager (small plans): buffers take turns by four, so nobody waits before it pushes. All warps push. When all ranks have
+// begun, all warps sum: each word of a row says by itself that it is here.                        (sync/arrival.cuh)
 //
 // Weights may come from home: a rank sends those of its tokens before it says that it has begun, so that whoever has
 // heard of all ranks finds them. Then eager warps push only behind that.
@@ -135,7 +135,8 @@ __device__ bool combine_rows(const CombineArgs& args, Turn turn) {
     }
     bool done = true;
     if constexpr (Roles::kSums) {
-        done = sum_rows<Shape>(args, shared, turn, warp, lane);
+        if constexpr (Roles::kArrives) done = sum_arriving_rows<Shape>(args, shared, turn, warp, lane);
+        else done = sum_rows<Shape>(args, shared, turn, warp, lane);
         if (lane == 0) mark(args.call, kSummed);
     }
     if (threadIdx.x == 0) mark(args.call, kDone);

@@ -91,7 +91,8 @@ class CombineVariant(SharesWork):
         hidden: values of a row; None means the plan's.
         dense: rows have come home as :class:`PreReduceVariant` makes them, and the kernel only adds them.
         weights: what rows are multiplied by (layout "expert" only): one of :data:`WEIGHTS`.
-        eager: rows leave before all ranks have opened the call, to one of :data:`TURNS` buffers that take turns.
+        eager: rows leave before all ranks have opened the call, to one of :data:`TURNS` buffers that take turns. Each
+            word of a row says that it is here (device/sync/arrival.cuh).
         part: "whole", or the half of a call that "send" or "receive" is.
     """
 
@@ -157,7 +158,7 @@ class CombineVariant(SharesWork):
         threads = COPY_THREADS if copies or self.dense or self.eager else SUM_THREADS
         push_warps = threads // 32 if self.eager else _copy_warps(row_bytes) if copies else threads // 32 - 1
         rings = 1 if self.dense or self.part == "receive" else push_warps
-        sum_warps = 1 if self.part == "send" or reserved_bytes else threads // 32
+        sum_warps = 1 if self.part == "send" or self.eager or reserved_bytes else threads // 32
         other_bytes = 36 * plan.num_ranks + 4 * 19 * push_warps + 256 + reserved_bytes
         _, sum_stages, sum_bytes = _term_ring(hidden, self.wire_dtype, sum_warps, SUM_STAGES)
         if copies:

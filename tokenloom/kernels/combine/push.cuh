@@ -63,9 +63,10 @@ __device__ __forceinline__ void push_row(const CombineArgs& args, const RowRoute
         stream.each_alone(
             terms, [&](uint32 lanes) { return reinterpret_cast<unsigned char*>(of_lane(target, lanes)); }, next);
         for (uint32 rest = dropped; rest != 0; rest &= rest - 1)
-            fill_row<Rows::kWireBytes>(reinterpret_cast<unsigned char*>(of_lane(target, rest)), Rows::kNan, lane);
+            fill_row<Rows::kWireBytes, typename Rows::Stores>(reinterpret_cast<unsigned char*>(of_lane(target, rest)),
+                                                              Rows::kNan, lane);
     } else if (dropped != 0) {
-        fill_row<Rows::kWireBytes>(to, Rows::kNan, lane);
+        fill_row<Rows::kWireBytes, typename Rows::Stores>(to, Rows::kNan, lane);
     } else {
         stream.add(terms, to, next);
     }
@@ -334,13 +335,14 @@ struct BlockRows {
     }
 };
 
-// Eager: what a block sends, and then one signal to each rank, since a release takes as long as a few rows.
+// Eager: what a block sends. Between nodes then one signal to each rank, since a release takes as long as a few rows.
 template <class Shape>
 __device__ void push_eagerly(const CombineArgs& args, CombineShared<Shape>& shared, Turn turn, int warp, int lane) {
     typename CombineRows<Shape>::Push stream(shared.push[warp], lane);
     BlockRows<Shape> rows(args, shared, warp);
     push_all<Shape>(args, rows, stream, lane, [](const auto&) {}, [](const auto&) {});
     if (lane == 0) mark(args.call, kSent);
+    if constexpr (CombineRoles<Shape>::kArrives) return;
     __syncthreads();
     if (threadIdx.x < Shape::num_ranks && !turn.leaves_out(threadIdx.x))
         chunk_signals<Shape>(args, shared, threadIdx.x).raise(blockIdx.x, turn.epoch);

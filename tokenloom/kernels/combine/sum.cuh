@@ -64,15 +64,17 @@ struct SumSource {
     }
 
     __device__ __forceinline__ void advance() {
-        item = num_warps + claims.take();
+        item = Rows::kArrives ? item + num_warps : num_warps + claims.take();
         load();
     }
 
-    // This lane's row stays at home, or has come with all others.
+    // This lane's row stays at home, or has come with all others, or there is none.
     __device__ __forceinline__ bool needs_no_flag() const {
-        return Shape::eager != 0 || Shape::dense != 0 || term.slot < 0 ||
-               (Rows::kOwnStay && term.rank == args.call.rank);
+        return Shape::dense != 0 || term.slot < 0 || stays();
     }
+
+    // This lane's row stays at home.
+    __device__ __forceinline__ bool stays() const { return Rows::kOwnStay && term.rank == args.call.rank; }
 
     __device__ __forceinline__ PeerSignals flag() const {
         return flags.from(term.rank * args.max_chunks + Chunks<Shape>(shared.own[term.rank]).of_row(term.slot));
@@ -95,7 +97,7 @@ struct SumSource {
 
     // A row that never left lies beyond what the dispatch has kept.
     __device__ __forceinline__ bool is_dropped() const {
-        return __any_sync(~0u, Rows::kOwnStay && term.rank == args.call.rank && term.slot >= 0 &&
+        return __any_sync(~0u, stays() && term.slot >= 0 &&
                                    static_cast<int64>(first_own) + term.slot >= args.capacity);
     }
 
@@ -104,7 +106,7 @@ struct SumSource {
         uint64 rows = received;
         if (Shape::dense != 0) {  // copy engines brought all rows before their ranks opened this call
             row = static_cast<int64>(term.rank) * args.max_tokens + token();
-        } else if (Rows::kOwnStay && term.rank == args.call.rank) {
+        } else if (stays()) {
             rows = reinterpret_cast<uint64>(args.y);
             row = static_cast<int64>(first_own) + term.slot;
         } else if (term.slot >= 0) {
@@ -118,16 +120,31 @@ struct SumSource {
     }
 };
 
+// Eager: a warp adds rows of which each word says that it is here. False: a wait has expired.
+template <class Shape>
+__device__ bool sum_arriving_rows(const CombineArgs& args, const CombineShared<Shape>& shared, Turn turn, int warp,
+                                  int lane) {
+    using Rows = CombineRows<Shape>;
+    for (SumSource<Shape> sums(args, shared, turn, warp, lane); sums.more(); sums.advance()) {
+        const Terms terms = sums.terms();
+        auto* to = static_cast<unsigned char*>(args.out) + sums.token() * Rows::kOutBytes;
+        const uint32 arriving = __ballot_sync(~0u, !sums.stays());
+        const auto await = [&](const unsigned char* from, uint32 peer) {
+            return wait_for_16(from, turn.epoch, deadline_of(args.call), peer, kPhasePartials);
+        };
+        if (terms.lanes == 0)
+            fill_row<Rows::kOutBytes>(to, sums.is_dropped() ? kNanWord<Shape::out_dtype> : 0, lane);
+        else if (!Rows::Sum::add(to, terms, arriving, sums.term.rank, lane, await))
+            return false;
+    }
+    return true;
+}
+
 // A warp adds what comes home, and rounds each sum once. False: a wait has expired.
 template <class Shape>
 __device__ bool sum_rows(const CombineArgs& args, CombineShared<Shape>& shared, Turn turn, int warp, int lane) {
     using Rows = CombineRows<Shape>;
     SumSource<Shape> sums(args, shared, turn, warp, lane);
-    if constexpr (Shape::eager != 0) {
-        if (!wait_for_blocks<Shape::num_ranks, Shape::threads>(args.call, sums.flags, args.max_chunks, args.send_blocks,
-                                                               turn, kPhasePartials))
-            return false;
-    }
     typename Rows::Sum stream(shared.sum[warp], lane);
     Terms loading{};
     bool is_loading = false, is_here = false;  // the sum that `sums` is at

@@ -13,6 +13,8 @@ TURNS = 4
 device/sync/wait.cuh."""
 CLAIMS = 3
 """Kinds of work in one kernel that warps claim; kClaims there."""
+MOST_ARRIVALS = 4
+"""Buffers of a communicator in which rows say by themselves that they are here; kMostArrivals there."""
 MARKS = ("begun", "counted", "heard", "placed", "sent", "notified", "filled", "summed", "done")
 """What a block has done, by Mark of device/transport/call.cuh, when ``Call.trace`` asks.
 
@@ -47,10 +49,10 @@ class Call(ctypes.Structure):
     _fields_ = [
         *uint64_fields("peers", "flags", "headers", "epoch", "half_epoch", "blocks_out", "claimed", "fault"),
         *uint64_fields("fault_claimed", "open_timeout_ns", "timeout_ns", "trace", "some_flags", "num_some_flags"),
-        *uint64_fields("block_flags", "options_hash", "record"),
+        *uint64_fields("block_flags", "left_flags", "arrivals", "options_hash", "record"),
         *int32_fields("status", "region"),
         ("sequence", ctypes.c_uint32),
-        *int32_fields("rank"),
+        *int32_fields("rank", "num_ranks", "padding"),
     ]
 
 

@@ -12,8 +12,8 @@ DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """Numbers of dtypes; Dtype of device/tile/values.cuh."""
 LAYOUTS = {"token": 0, "expert": 1, "rank": 2}
 """Numbers of layouts; Layout of device/tile/layout.cuh."""
-MAX_BLOCKS = 32
-"""Most blocks of one dispatch or eager combine, each on an SM of its own. Flags are laid out for as many. kMostBlocks
+MAX_BLOCKS = 64
+"""Most blocks of one dispatch or combine, each on an SM of its own. Flags are laid out for as many. kMostBlocks
 of device/transport/call.cuh."""
 MAX_RANKS = 32
 """Most ranks of a group: a warp has a lane, and a mask a bit, for each. kMostRanks of device/transport/peer.cuh."""

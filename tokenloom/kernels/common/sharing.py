@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from tokenloom.plan import ROUTE_LAYOUTS
+
 SEND_GB_PER_S, SEND_US = 67.0, 0.14
 """What an SM sends of rows as they are, and what each row costs it besides: ids, weights, places and a flag."""
 QUANTIZE_GB_PER_S = 18.0
@@ -20,6 +22,8 @@ PUSH_GB_PER_S, ADD_GB_PER_S = 81.0, 81.0
 """What an SM loads and stores together where it sends rows or sums home, and where it adds rows at home."""
 LINK_GB_PER_S = 372.0
 """The most that all links of one GPU of an NVLink 4 host carried in one direction."""
+MOST_BLOCKS_BY_BYTES = 32
+"""Of a call with many tokens, where nobody asks for more: the rest of the GPU has work of its own."""
 LEAST_BLOCKS = 8
 """Of a call that links limit. With fewer, what every call begins with takes longer: counts and places."""
 
@@ -61,9 +65,11 @@ class Work:
 class SharesWork:
     """A variant whose blocks share the work by its bytes."""
 
+    layout: str
+
     @property
     def work(self) -> Work | None:
-        """What a token costs. None: calls have few rows, and end sooner the more blocks there are."""
+        """What a token costs. None: blocks share nothing by roles."""
         raise NotImplementedError
 
     def sending_blocks(self, blocks: int) -> int:
@@ -71,10 +77,18 @@ class SharesWork:
         work = self.work
         return 0 if work is None else work.sending_blocks(blocks)
 
-    def best_blocks(self, most: int) -> int:
-        """Count the blocks that a call should have, up to so many."""
+    def best_blocks(self, most: int, few_tokens: bool = False) -> int:
+        """Count the blocks that a call should have, up to so many.
+
+        Args:
+            few_tokens: of a plan in which no call has many. Rows by expert are then spread by all SMs, and one block's
+                rows are what a call waits for; other rows gain nothing by more SMs.
+        """
         work = self.work
-        return most if work is None else work.best_blocks(most)
+        if few_tokens and self.layout in ROUTE_LAYOUTS:
+            return most
+        most = min(most, MOST_BLOCKS_BY_BYTES)
+        return most if few_tokens or work is None else work.best_blocks(most)
 
 
 def ranks_of_token(num_ranks: int, top_k: int) -> float:

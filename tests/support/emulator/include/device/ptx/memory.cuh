@@ -39,6 +39,17 @@ inline uint32 compare_and_swap_relaxed_sys(uint32* address, uint32 expected, uin
 inline Vec16 load_16_once(const void* address) { return *static_cast<const Vec16*>(address); }
 inline Vec16 load_shared_16(const void* shared) { return *static_cast<const Vec16*>(shared); }
 inline void store_16(void* address, Vec16 v) { *static_cast<Vec16*>(address) = v; }
+// Words come one by one, in any order, so who polls sees parts of what is stored.
+inline Vec16 load_16_relaxed_sys(const void* address) {
+    emulated_yield();
+    return *static_cast<const Vec16*>(address);
+}
+inline void store_16_relaxed_sys(void* address, Vec16 v) {
+    for (uint32 i = 0, first = emulated_chance() % 4; i < 4; ++i) {
+        const uint32 word = (first + i) % 4;
+        emulated_store(static_cast<uint32*>(address) + word, v.word[word]);
+    }
+}
 inline void add_release_gpu(uint32* address, uint32 value) {
     emulated_yield();
     atomicAdd(address, value);
