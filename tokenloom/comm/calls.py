@@ -54,11 +54,13 @@ class KnownDispatch(NamedTuple):
         kind: of all of them.
         prepared: sends them.
         fits: the glance, see :func:`tokenloom.comm.checks.dispatch_glance`.
+        shape: of the tokens that each of them brings; None: sizes are exact, and it differs.
     """
 
     kind: DispatchKind
     prepared: PreparedDispatch
     fits: Callable[[Any, Any, Any, Any, Any], bool]
+    shape: tuple[int, ...] | None
 
 
 class KnownCombine(NamedTuple):
@@ -149,7 +151,8 @@ class Kinds:
             checks.dispatch_out(plan, kind, out, device)
         engine.require_room()  # before memory is made
         glance = checks.dispatch_glance(plan, able, device, kind, engine.caller_plan.num_experts)
-        known = KnownDispatch(kind, engine.prepare_dispatch(kind), glance)
+        shape = tuple(checks.dispatch_results(plan, kind)["tokens"].shape) if options.sizes == "bounded" else None
+        known = KnownDispatch(kind, engine.prepare_dispatch(kind), glance, shape)
         if checks.can_glance(kind, able):
             if len(self._dispatches) >= MAX_KINDS:
                 self._dispatches.clear()
@@ -383,14 +386,15 @@ class DispatchCall(CallInHalves):
 
     def receive(self) -> Routed:
         handle, rows = self._sent.receive()
-        kind, weights, order = self._known.kind, None, None
+        kind, _, _, shape = self._known
+        weights, order = None, None
         if self._in_graph is not None:
             with nullcontext() if is_grad_enabled() else torch.enable_grad():  # as it was in the first half
                 order = autograd.GradientOrder()
                 rows, weights = autograd.dispatched(self.engine, handle, rows, order, *self._in_graph)
         plan, has_weights = self.engine.plan, kind.weights_dtype is not None
         routed = Routed(
-            self.owner, plan, handle, rows, weights, has_weights, kind.ids_dtype, self._out, kind.scale_words
+            self.owner, plan, handle, rows, weights, has_weights, kind.ids_dtype, self._out, kind.scale_words, shape
         )
         if order is not None:
             routed.__dict__["_gradient_order"] = order

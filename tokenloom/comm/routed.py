@@ -60,6 +60,7 @@ class Routed:
         ids_dtype: torch.dtype,
         out: DispatchOut | None = None,
         scale_words: int | None = None,
+        shape: tuple[int, ...] | None = None,
     ) -> None:
         """Made by a communicator.
 
@@ -71,6 +72,7 @@ class Routed:
             ids_dtype: of the ids that the caller gave.
             out: tensors of the caller's own, which hold the results.
             scale_words: words of packed scales that the caller gave for each token.
+            shape: of ``tokens``, where all dispatches of the kind have the same.
         """
         values = self.__dict__
         values["layout"] = handle.options.layout
@@ -82,6 +84,8 @@ class Routed:
             values["_out"] = out
         if scale_words is not None:
             values["_scale_words"] = scale_words
+        if shape is not None:
+            values["_shape"] = shape
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"what a dispatch brought is not to be changed: {name}")
