@@ -71,8 +71,8 @@ def moving(make: Callable[[], tl.Communicator], gradients: bool, settle: Callabl
 @pytest.mark.parametrize(
     ("gradients", "want"),
     [
-        (False, {"dispatch": [(241, 29), (32, 16)], "combine": [(104, 22), (30, 16)]}),
-        (True, {"dispatch": [(250, 30), (41, 17)], "combine": [(111, 23), (37, 17)]}),
+        (False, {"dispatch": [(240, 29), (31, 16)], "combine": [(104, 22), (30, 16)]}),
+        (True, {"dispatch": [(249, 30), (40, 17)], "combine": [(111, 23), (37, 17)]}),
     ],
     ids=["plain", "with gradients"],
 )

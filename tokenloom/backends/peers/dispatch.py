@@ -231,7 +231,7 @@ class DirectDispatch(PeerDispatch):
         self.prepare_kernels(results, self.num_places)
         self.kernel.args.stop_on_overflow = self.waits
         self.kernel.args.host_counts = shared.host_counts.address if self.waits else 0
-        self._lends_early = self.waits and kind.output_owner == "if needed" and not (kind.split or kind.sent_ahead)
+        self.lends_early = self.waits and kind.output_owner == "if needed" and not (kind.split or kind.sent_ahead)
         # Two such dispatches may be open at once.
         self._wants_both_buffers = kind.split or kind.sent_ahead or kind.output_owner == "but rows"
         self._is_short = options.sizes == "bounded" and self.num_places < (options.capacity or 0)
@@ -253,14 +253,12 @@ class DirectDispatch(PeerDispatch):
             )
         super().require_now()
 
-    def send(self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None) -> SentDispatch:
-        """Also make outputs their caller's while the kernel runs, where the host need not know their size."""
-        sent = super().send(tokens, out, stream)
-        if self._lends_early:
-            self._lend(sent.handle, sent.rows)
-        return sent
+    @property
+    def is_done_when_sent(self) -> bool:  # type: ignore[override]
+        # With halves others may lend rows before the second one; see finish.
+        return self._copies_nothing and not (self._buffers.may_be_lent or self._wants_both_buffers)
 
-    def _lend(self, handle: PeerHandle, rows: torch.Tensor) -> None:
+    def lend(self, handle: PeerHandle, rows: torch.Tensor) -> None:
         """Lend rows, if they can be lent, and copy the rest."""
         copy = copier(self._buffers, handle, "if needed")
         if copy is torch.clone:
@@ -311,7 +309,7 @@ class DirectDispatch(PeerDispatch):
         memory = shared.memory.take(self.results, num_tokens, stream)
         base = memory[2]
         host_sequence = shared.host_counts.expect() if self.waits else 0
-        x, topk_ids = self.set_arguments(tokens, self.results, base, host_sequence)
+        x, topk_ids = self.set_arguments(tokens, num_tokens, self.results, base, host_sequence)
         if self.options.strategy == "all_gather":
             self.kernel.args.gathered = shared.copies.gather(x, self.call_kind.fields_of(launcher.num_calls))
             stream = None  # copies take the slow path
