@@ -275,10 +275,13 @@ class Launcher:
         next_call = self.num_calls
         if number is None:
             number = next_call
-        self.outcomes.expect((number, slot, sequence, self._last, kind, dispatch, repeats, status != 0))
         self._num_launches = launches + 1
+        call = (number, slot, sequence, self._last, kind, dispatch, repeats, status != 0)
         if number == next_call:
+            self.outcomes.in_flight.append(call)
             self.num_calls = next_call + 1
+        else:
+            self.outcomes.expect_half(call)
 
     def finish(self, half: Half) -> None:
         """Launch the receiving half of a call, if it was not yet: the kernel takes the arguments of the one that sent.
