@@ -33,7 +33,7 @@ from tokenloom.backends.seam import (
 from tokenloom.comm import autograd, checks
 from tokenloom.comm.checks import CombineArguments, CombineValues, DispatchArguments, DispatchValues
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, Pending, profiler_range
-from tokenloom.comm.routed import Routed
+from tokenloom.comm.routed import Routed, alike_in
 from tokenloom.errors import DtypeMismatch, InvalidArgument, NotDifferentiable, raised_by_all
 from tokenloom.ops import routing
 from tokenloom.plan import ROUTE_LAYOUTS, align_up
@@ -54,13 +54,13 @@ class KnownDispatch(NamedTuple):
         kind: of all of them.
         prepared: sends them.
         fits: the glance, see :func:`tokenloom.comm.checks.dispatch_glance`.
-        shape: of the tokens that each of them brings; None: sizes are exact, and it differs.
+        alike: what their results have alike, see :func:`tokenloom.comm.routed.alike_in`.
     """
 
     kind: DispatchKind
     prepared: PreparedDispatch
     fits: Callable[[Any, Any, Any, Any, Any], bool]
-    shape: tuple[int, ...] | None
+    alike: dict[str, Any]
 
 
 class KnownCombine(NamedTuple):
@@ -152,7 +152,7 @@ class Kinds:
         engine.require_room()  # before memory is made
         glance = checks.dispatch_glance(plan, able, device, kind, engine.caller_plan.num_experts)
         shape = tuple(checks.dispatch_results(plan, kind)["tokens"].shape) if options.sizes == "bounded" else None
-        known = KnownDispatch(kind, engine.prepare_dispatch(kind), glance, shape)
+        known = KnownDispatch(kind, engine.prepare_dispatch(kind), glance, alike_in(plan, kind, shape))
         if checks.can_glance(kind, able):
             if len(self._dispatches) >= MAX_KINDS:
                 self._dispatches.clear()
@@ -386,16 +386,12 @@ class DispatchCall(CallInHalves):
 
     def receive(self) -> Routed:
         handle, rows = self._sent.receive()
-        kind, _, _, shape = self._known
         weights, order = None, None
         if self._in_graph is not None:
             with nullcontext() if is_grad_enabled() else torch.enable_grad():  # as it was in the first half
                 order = autograd.GradientOrder()
                 rows, weights = autograd.dispatched(self.engine, handle, rows, order, *self._in_graph)
-        plan, has_weights = self.engine.plan, kind.weights_dtype is not None
-        routed = Routed(
-            self.owner, plan, handle, rows, weights, has_weights, kind.ids_dtype, self._out, kind.scale_words, shape
-        )
+        routed = Routed(self._known.alike, self.owner, handle, rows, weights, self._out)
         if order is not None:
             routed.__dict__["_gradient_order"] = order
         if self.engine.slots is not None:

@@ -330,6 +330,7 @@ class StagedDispatch(PeerDispatch):
         plan, layout, eager = shared.plan, options.layout, sends_before_opening(shared.plan)
         rows = plan.worst_case_rows("token") if options.capacity is None else options.capacity
         self._places = plan.experts_per_rank * rows if layout == "slots" else rows
+        self._rows_shape = self._places, plan.hidden
         self._further = self.further_words()
         self._with_scales = kind.brings_scales
         results = self._layout_of_results(self._with_scales)
@@ -403,17 +404,16 @@ class StagedDispatch(PeerDispatch):
     def launch(
         self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None
     ) -> tuple[PeerHandle, torch.Tensor, Half | None]:
-        launcher, num_places = self.launcher, self._places
+        launcher = self.launcher
         if out is None or out.tokens is None:
-            rows = self._like.new_empty(num_places, self.shared.plan.hidden)
+            rows = self._like.new_empty(self._rows_shape)
         else:
             require_aligned(out.tokens, "out.tokens")
             rows = out.tokens
         results = self.results if out is None or out.scales is None else self._without_scales
         num_tokens = tokens.x.shape[0]
         memory = self.shared.memory.take(results, num_tokens, stream)
-        base = memory[2]
-        _, topk_ids = self.set_all_arguments(tokens, num_tokens, results, base, rows.data_ptr())
+        _, topk_ids = self.set_all_arguments(tokens, num_tokens, results, memory[2], rows.data_ptr())
         if out is not None:
             self._write_to(out)
         call, half = launcher.num_calls, None
@@ -422,12 +422,7 @@ class StagedDispatch(PeerDispatch):
             launcher.launch(self.kernel, self.call_kind, call, repeats=self.repeats, begins=half)
         else:
             launcher.launch_ready(self.kernel, self.call_kind, call, stream, repeats=self.repeats)
-        handle = PeerHandle(self.options, call, num_tokens, num_places, topk_ids, memory, results, None, None)
-        row_places, row_tokens = base + self._outputs[3], base + self._outputs[4]
-        slots, all_counts = results.argument_offsets[:2]
-        if launcher.masked:
-            handle.masked = launcher.masked
-        handle.pointers = (row_places, row_tokens, base + slots, base + all_counts)
+        handle = PeerHandle(results, memory, call, num_tokens, topk_ids)
         if out is not None:
             handle.hold_given(out)
         return handle, rows, half
