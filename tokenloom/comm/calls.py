@@ -92,10 +92,7 @@ class Kinds:
         self,
         arguments: DispatchValues,
         mode: tuple[Any, ...],
-        x: Any,
-        scales: Any,
-        topk_ids: Any,
-        weights: Any,
+        tokens: Tokens,
         out: Any = None,
     ) -> KnownDispatch | None:
         """Look a dispatch up, and glance at its tensors. None: it has to be checked.
@@ -103,9 +100,10 @@ class Kinds:
         Args:
             arguments: options as the caller passed them.
             mode: fields of a :class:`DispatchKind` from ``x_needs_grad`` on.
-            x, scales, topk_ids, weights: plain tensors, or None. out: as the caller passed it.
+            tokens: plain tensors. out: as the caller passed it.
         """
         _, alignment, _, capacity, to_fp8, powers, _, _, _ = arguments
+        x, scales, topk_ids, weights = tokens
         # Other classes equal these, but mean something else: True is no number of rows, and 1 is not True.
         if not (alignment.__class__ is int and (capacity is None or capacity.__class__ is int)):
             return None
@@ -135,7 +133,8 @@ class Kinds:
         """Check a dispatch whole, and prepare its kind. Collective where that makes memory.
 
         Args:
-            arguments, mode, x, topk_ids, weights, out: as in :meth:`find_dispatch`, x with its scales.
+            arguments, mode, out: as in :meth:`find_dispatch`.
+            x, topk_ids, weights: as the caller passed them, x with its scales.
 
         Raises:
             TokenloomError: what ``Communicator.dispatch`` says of bad input.
@@ -164,9 +163,10 @@ class Kinds:
     ) -> tuple[KnownDispatch, Tokens]:
         """Find a prepared dispatch for a layer, or check and prepare one. Sends nothing."""
         are_plain = x.__class__ in PLAIN and topk_ids.__class__ in PLAIN and weights.__class__ in PLAIN
-        known = self.find_dispatch(arguments, mode, x, None, topk_ids, weights) if are_plain else None
+        tokens = Tokens(x, None, topk_ids, weights)
+        known = self.find_dispatch(arguments, mode, tokens) if are_plain else None
         if known is not None:
-            return known, Tokens(x, None, topk_ids, weights)
+            return known, tokens
         return self.check_dispatch(arguments, mode, x, topk_ids, weights)
 
 
@@ -350,14 +350,11 @@ class DispatchCall(CallInHalves):
         mode: tuple[Any, ...] = (False, False, owner, self.split, False)
         if is_grad_enabled():
             mode = (x.requires_grad, weights is not None and weights.requires_grad, True, self.split, False)
-        known = self.kinds.find_dispatch(self._arguments, mode, x, scales, ids, weights, self._out)
+        self._tokens = tokens = new_tuple(Tokens, (x, scales, ids, weights))
+        known = self.kinds.find_dispatch(self._arguments, mode, tokens, self._out)
         if known is None:
             return False
-        self._known, self._tokens, self.waits = (
-            known,
-            new_tuple(Tokens, (x, scales, ids, weights)),
-            known.prepared.waits,
-        )
+        self._known, self.waits = known, known.prepared.waits
         return True
 
     def check(self) -> None:

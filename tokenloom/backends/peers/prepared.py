@@ -330,7 +330,7 @@ class StagedDispatch(PeerDispatch):
         plan, layout, eager = shared.plan, options.layout, sends_before_opening(shared.plan)
         rows = plan.worst_case_rows("token") if options.capacity is None else options.capacity
         self._places = plan.experts_per_rank * rows if layout == "slots" else rows
-        self._rows_shape = self._places, plan.hidden
+        self._hidden = plan.hidden
         self._further = self.further_words()
         self._with_scales = kind.brings_scales
         results = self._layout_of_results(self._with_scales)
@@ -406,7 +406,7 @@ class StagedDispatch(PeerDispatch):
     ) -> tuple[PeerHandle, torch.Tensor, Half | None]:
         launcher = self.launcher
         if out is None or out.tokens is None:
-            rows = self._like.new_empty(self._rows_shape)
+            rows = self._like.new_empty(self._places, self._hidden)
         else:
             require_aligned(out.tokens, "out.tokens")
             rows = out.tokens
