@@ -14,15 +14,16 @@ from tokenloom.backends.seam import DispatchOptions
 from tokenloom.plan import Plan
 
 PLAN = Plan(1, 4, 128, 2, 3)
-LAUNCHER: Any = SimpleNamespace(ranks=SimpleNamespace(rank=0))
+LAUNCHER: Any = SimpleNamespace(ranks=SimpleNamespace(rank=0), masked=frozenset())
 
 
 def handle_of(ids: torch.Tensor) -> PeerHandle:
     """Of a dispatch of these ids; the rest does not matter."""
     options = DispatchOptions("expert", 1, "bounded", 3)
-    results = ResultsLayout(PLAN, LAUNCHER, options, 3, {}, with_weights=False, with_scales=False)
+    more = {"row_places": 0, "row_tokens": 0}
+    results = ResultsLayout(PLAN, LAUNCHER, options, 3, more, with_weights=False, with_scales=False)
     words = torch.zeros(results.words(len(ids)), dtype=torch.int32)
-    return PeerHandle(options, 0, len(ids), 3, ids, (words, 0, words.data_ptr()), results, None, None)
+    return PeerHandle(results, (words, 0, words.data_ptr()), 0, len(ids), ids)
 
 
 CHANGES = {

@@ -352,7 +352,7 @@ def test_a_slot_is_free_when_it_is_used_again(calls: Any) -> None:
     (launcher,) = calls.launchers
     for number in range(3 * CAPTURED_SLOT):
         launcher._open({"call": "dispatch"})
-        unread = [InFlight(*call) for call in launcher.outcomes._in_flight]
+        unread = [InFlight(*call) for call in launcher.outcomes.in_flight]
         assert len({call.slot for call in unread}) == len(unread) <= CALLS_IN_FLIGHT + 1
         args = calls.launched[-1][1]
         assert args.call.record == launcher.outcomes.addresses[unread[-1].slot]
@@ -379,7 +379,7 @@ def running(calls: Any, monkeypatch: pytest.MonkeyPatch, query: Any, capturing: 
     monkeypatch.setattr(outcome._records, "is_over", lambda slot, sequence: not looks)
     monkeypatch.setattr(outcomes.Outcomes, "_look_around", LOOK_AROUND)
     monkeypatch.setattr(outcomes, "on_stream", lambda stream: nullcontext())
-    InFlight(*outcome._in_flight[0]).stream.query = query
+    InFlight(*outcome.in_flight[0]).stream.query = query
     outcome._control = SimpleNamespace(ended_ranks=looks.pop)
     calls.capturing = capturing
     return looks

@@ -103,7 +103,7 @@ def test_calls(
             assert args.scales == scales.data_ptr()
             assert found_scales.shape == (*rows.shape[:-1], HIDDEN // 128)
         assert rows.data_ptr() != calls.routed.tokens.data_ptr()
-        assert stand_ins.launchers[0].outcomes._in_flight[-1][6], "too many rows were told by the dispatch itself"
+        assert stand_ins.launchers[0].outcomes.in_flight[-1][6], "too many rows were told by the dispatch itself"
         if number:
             calls.routed = calls.dispatch(**options)
         assert not calls.checked

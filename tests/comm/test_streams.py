@@ -51,9 +51,11 @@ def test_all_of_a_handle_is_found() -> None:
     it may not have been made yet, so it is the memory that counts."""
     ids, words, *own = tensors(2 + 4)
     plan, options = Plan(1, 4, 128, 2, 3), DispatchOptions("expert", 1, "bounded", 3)
-    launcher: Any = SimpleNamespace(ranks=SimpleNamespace(rank=0))
-    results = ResultsLayout(plan, launcher, options, 3, {}, with_weights=True, with_scales=False)
-    handle = PeerHandle(options, 1, 2, 3, ids, (words, 0, words.data_ptr()), results, None, None)
+    launcher: Any = SimpleNamespace(ranks=SimpleNamespace(rank=0), masked=frozenset())
+    results = ResultsLayout(
+        plan, launcher, options, 3, {"row_places": 0, "row_tokens": 0}, with_weights=True, with_scales=False
+    )
+    handle = PeerHandle(results, (words, 0, words.data_ptr()), 1, 2, ids)
     assert sorted(found(handle)) == sorted([id(ids), id(words)])
     handle.weights, handle.local_ids, handle.row_places, handle.row_tokens = own
     assert sorted(found(handle)) == sorted(id(tensor) for tensor in (ids, words, *own))

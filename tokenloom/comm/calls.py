@@ -33,7 +33,7 @@ from tokenloom.backends.seam import (
 from tokenloom.comm import autograd, checks
 from tokenloom.comm.checks import CombineArguments, CombineValues, DispatchArguments, DispatchValues
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, Pending, profiler_range
-from tokenloom.comm.routed import Routed
+from tokenloom.comm.routed import Routed, alike_in
 from tokenloom.errors import DtypeMismatch, InvalidArgument, NotDifferentiable, raised_by_all
 from tokenloom.ops import routing
 from tokenloom.plan import ROUTE_LAYOUTS, align_up
@@ -54,11 +54,13 @@ class KnownDispatch(NamedTuple):
         kind: of all of them.
         prepared: sends them.
         fits: the glance, see :func:`tokenloom.comm.checks.dispatch_glance`.
+        alike: what their results have alike, see :func:`tokenloom.comm.routed.alike_in`.
     """
 
     kind: DispatchKind
     prepared: PreparedDispatch
     fits: Callable[[Any, Any, Any, Any, Any], bool]
+    alike: dict[str, Any]
 
 
 class KnownCombine(NamedTuple):
@@ -90,10 +92,7 @@ class Kinds:
         self,
         arguments: DispatchValues,
         mode: tuple[Any, ...],
-        x: Any,
-        scales: Any,
-        topk_ids: Any,
-        weights: Any,
+        tokens: Tokens,
         out: Any = None,
     ) -> KnownDispatch | None:
         """Look a dispatch up, and glance at its tensors. None: it has to be checked.
@@ -101,9 +100,10 @@ class Kinds:
         Args:
             arguments: options as the caller passed them.
             mode: fields of a :class:`DispatchKind` from ``x_needs_grad`` on.
-            x, scales, topk_ids, weights: plain tensors, or None. out: as the caller passed it.
+            tokens: plain tensors. out: as the caller passed it.
         """
         _, alignment, _, capacity, to_fp8, powers, _, _, _ = arguments
+        x, scales, topk_ids, weights = tokens
         # Other classes equal these, but mean something else: True is no number of rows, and 1 is not True.
         if not (alignment.__class__ is int and (capacity is None or capacity.__class__ is int)):
             return None
@@ -133,7 +133,8 @@ class Kinds:
         """Check a dispatch whole, and prepare its kind. Collective where that makes memory.
 
         Args:
-            arguments, mode, x, topk_ids, weights, out: as in :meth:`find_dispatch`, x with its scales.
+            arguments, mode, out: as in :meth:`find_dispatch`.
+            x, topk_ids, weights: as the caller passed them, x with its scales.
 
         Raises:
             TokenloomError: what ``Communicator.dispatch`` says of bad input.
@@ -149,7 +150,8 @@ class Kinds:
             checks.dispatch_out(plan, kind, out, device)
         engine.require_room()  # before memory is made
         glance = checks.dispatch_glance(plan, able, device, kind, engine.caller_plan.num_experts)
-        known = KnownDispatch(kind, engine.prepare_dispatch(kind), glance)
+        shape = tuple(checks.dispatch_results(plan, kind)["tokens"].shape) if options.sizes == "bounded" else None
+        known = KnownDispatch(kind, engine.prepare_dispatch(kind), glance, alike_in(plan, kind, shape))
         if checks.can_glance(kind, able):
             if len(self._dispatches) >= MAX_KINDS:
                 self._dispatches.clear()
@@ -161,9 +163,10 @@ class Kinds:
     ) -> tuple[KnownDispatch, Tokens]:
         """Find a prepared dispatch for a layer, or check and prepare one. Sends nothing."""
         are_plain = x.__class__ in PLAIN and topk_ids.__class__ in PLAIN and weights.__class__ in PLAIN
-        known = self.find_dispatch(arguments, mode, x, None, topk_ids, weights) if are_plain else None
+        tokens = Tokens(x, None, topk_ids, weights)
+        known = self.find_dispatch(arguments, mode, tokens) if are_plain else None
         if known is not None:
-            return known, Tokens(x, None, topk_ids, weights)
+            return known, tokens
         return self.check_dispatch(arguments, mode, x, topk_ids, weights)
 
 
@@ -347,14 +350,11 @@ class DispatchCall(CallInHalves):
         mode: tuple[Any, ...] = (False, False, owner, self.split, False)
         if is_grad_enabled():
             mode = (x.requires_grad, weights is not None and weights.requires_grad, True, self.split, False)
-        known = self.kinds.find_dispatch(self._arguments, mode, x, scales, ids, weights, self._out)
+        self._tokens = tokens = new_tuple(Tokens, (x, scales, ids, weights))
+        known = self.kinds.find_dispatch(self._arguments, mode, tokens, self._out)
         if known is None:
             return False
-        self._known, self._tokens, self.waits = (
-            known,
-            new_tuple(Tokens, (x, scales, ids, weights)),
-            known.prepared.waits,
-        )
+        self._known, self.waits = known, known.prepared.waits
         return True
 
     def check(self) -> None:
@@ -383,15 +383,12 @@ class DispatchCall(CallInHalves):
 
     def receive(self) -> Routed:
         handle, rows = self._sent.receive()
-        kind, weights, order = self._known.kind, None, None
+        weights, order = None, None
         if self._in_graph is not None:
             with nullcontext() if is_grad_enabled() else torch.enable_grad():  # as it was in the first half
                 order = autograd.GradientOrder()
                 rows, weights = autograd.dispatched(self.engine, handle, rows, order, *self._in_graph)
-        plan, has_weights = self.engine.plan, kind.weights_dtype is not None
-        routed = Routed(
-            self.owner, plan, handle, rows, weights, has_weights, kind.ids_dtype, self._out, kind.scale_words
-        )
+        routed = Routed(self._known.alike, self.owner, handle, rows, weights, self._out)
         if order is not None:
             routed.__dict__["_gradient_order"] = order
         if self.engine.slots is not None:

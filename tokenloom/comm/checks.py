@@ -233,10 +233,8 @@ def dispatch_glance(
             and (has_index or (x.is_cpu and ids.is_cpu))
             and x.is_contiguous()
             and ids.is_contiguous()
-            and (
-                num_tokens == 0
-                or ((x.data_ptr() > FAR or _has_storage(x)) and (ids.data_ptr() > FAR or _has_storage(ids)))
-            )
+            and (x.data_ptr() > FAR or num_tokens == 0 or _has_storage(x))
+            and (ids.data_ptr() > FAR or num_tokens == 0 or _has_storage(ids))
             and forward_ad._current_level < 0
         ):
             return False
@@ -245,7 +243,7 @@ def dispatch_glance(
             and weights.get_device() == index
             and (has_index or weights.is_cpu)
             and weights.is_contiguous()
-            and (num_tokens == 0 or weights.data_ptr() > FAR or _has_storage(weights))
+            and (weights.data_ptr() > FAR or num_tokens == 0 or _has_storage(weights))
         ):
             return False
         if scales is not None and not (
@@ -254,7 +252,7 @@ def dispatch_glance(
             and scales.get_device() == index
             and (has_index or scales.is_cpu)
             and scales.is_contiguous()
-            and (num_tokens == 0 or scales.data_ptr() > FAR or _has_storage(scales))
+            and (scales.data_ptr() > FAR or num_tokens == 0 or _has_storage(scales))
             and not scales.requires_grad
         ):
             return False

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tokenloom.backends.seam import DispatchOut, Handle
+from tokenloom.backends.seam import DispatchKind, DispatchOut, Handle
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops import routing
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
@@ -20,6 +21,23 @@ class NoRows(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
+
+
+def alike_in(plan: Plan, kind: DispatchKind, shape: tuple[int, ...] | None) -> dict[str, Any]:
+    """Attributes that the results of all dispatches of a kind have alike.
+
+    Args:
+        plan: whose experts are slots.
+        shape: of the tokens that each of them brings; None: sizes are exact, and it differs.
+    """
+    found = {
+        "layout": kind.options.layout,
+        "_plan": plan,
+        "_weighted": kind.weights_dtype is not None,
+        "_ids_dtype": kind.ids_dtype,
+        "_scale_words": kind.scale_words,
+    }
+    return found if shape is None else found | {"_shape": shape}
 
 
 class Routed:
@@ -51,37 +69,29 @@ class Routed:
 
     def __init__(
         self,
+        alike: Mapping[str, Any],
         owner: object,
-        plan: Plan,
         handle: Handle,
         rows: torch.Tensor | NoRows,
-        weights: torch.Tensor | None,
-        weighted: bool,
-        ids_dtype: torch.dtype,
+        weights: torch.Tensor | None = None,
         out: DispatchOut | None = None,
-        scale_words: int | None = None,
     ) -> None:
         """Made by a communicator.
 
         Args:
+            alike: attributes that all dispatches of the kind have alike, see :func:`alike_in`.
             owner: the communicator.
             rows: [places, H], or ``out.tokens``.
             weights: received weights with a graph, or None: the handle's, if there are any.
-            weighted: weights were dispatched.
-            ids_dtype: of the ids that the caller gave.
             out: tensors of the caller's own, which hold the results.
-            scale_words: words of packed scales that the caller gave for each token.
         """
         values = self.__dict__
-        values["layout"] = handle.options.layout
-        values["_owner"], values["_plan"], values["_handle"] = owner, plan, handle
-        values["_rows"], values["_weighted"], values["_ids_dtype"] = rows, weighted, ids_dtype
+        values.update(alike)
+        values["_owner"], values["_handle"], values["_rows"] = owner, handle, rows
         if weights is not None:
             values["_graph_weights"] = weights
         if out is not None:
             values["_out"] = out
-        if scale_words is not None:
-            values["_scale_words"] = scale_words
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"what a dispatch brought is not to be changed: {name}")
@@ -241,8 +251,9 @@ class Routed:
 
     def _with_weights(self, weights: torch.Tensor) -> Routed:
         """The same with other weights, as the handle has them: [places, K], or [R, K] where a row is a route."""
-        given = (self._owner, self._plan, self._handle, self._rows, None, True, self._ids_dtype, self._out)
-        made = Routed(*given, self._scale_words)
+        names = ("layout", "_plan", "_ids_dtype", "_scale_words", "_shape")
+        alike = {"_weighted": True, **{name: getattr(self, name) for name in names}}
+        made = Routed(alike, self._owner, self._handle, self._rows, None, self._out)
         made.__dict__["_late_weights"] = weights
         made.__dict__["_gradient_order"] = self._gradient_order
         if self._slot_experts is not None:

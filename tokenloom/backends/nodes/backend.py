@@ -109,7 +109,7 @@ class NodesBackend:
         rows = x.new_empty(plan.experts_per_rank, plan.hidden)
         keep_until_idle(self._launcher, device, words, rows)
         tokens = Tokens(x, None, ids, None)
-        dispatch.set_all_arguments(tokens, dispatch.results, words.data_ptr(), rows.data_ptr())
+        dispatch.set_all_arguments(tokens, 0, dispatch.results, words.data_ptr(), rows.data_ptr())
         return dispatch
 
     # -- calls ----------------------------------------------------------------------------------------------

@@ -109,7 +109,8 @@ class NodesCombine:
         rows, factors = aligned(rows), 0
         if self._options.weighted:
             factors = handle.weights_address if weights is None else weights.data_ptr()
-        set_arguments(self.kernel, handle, rows, out, capacity or handle.capacity, handle.given_ids, factors)
+        places = capacity or handle.capacity
+        set_arguments(self.kernel, handle, rows.data_ptr(), out, places, handle.given_ids, factors)
         for name in FOR_COMBINE:
             setattr(self.kernel.args, name, handle.address(name))
         if stream is not None and self.receiving_kernel is None:

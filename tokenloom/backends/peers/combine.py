@@ -111,11 +111,13 @@ class Combiner:
         buffer, region = self._copies.region(wire.itemsize, fields)
         me = self.launcher.ranks.rank
         set_constant_arguments(self.launcher, pre_reduce)
-        set_arguments(pre_reduce, handle, rows, dense, handle.capacity, handle.given_ids, address_of(weights))
+        set_arguments(
+            pre_reduce, handle, rows.data_ptr(), dense, handle.capacity, handle.given_ids, address_of(weights)
+        )
         pre_reduce.args.own_sums = buffer.addresses[me] + region + me * dense[0].nbytes
         pre_reduce.launch(PRE_REDUCE_BLOCKS, torch.cuda.current_stream(device).cuda_stream)
         self._copies.bring(buffer, region, lambda rank: dense[rank])
-        set_arguments(kernel, handle, dense, out, handle.capacity, handle.given_ids)
+        set_arguments(kernel, handle, dense.data_ptr(), out, handle.capacity, handle.given_ids)
         self._launch(kernel, buffer, region, CallKind(fields))
 
     def send_weight_gradients(self, handle: PeerHandle, grad: torch.Tensor) -> Launched[torch.Tensor]:
@@ -129,7 +131,7 @@ class Combiner:
         kernel = self.launcher.kernel(variant)
         kernel.args.push_blocks = variant.sending_blocks(kernel.blocks)
         out = short.rows.new_empty(handle.num_tokens, short.width)
-        set_arguments(kernel, handle, short.rows, out, short.capacity, handle.given_ids)
+        set_arguments(kernel, handle, short.rows.data_ptr(), out, short.capacity, handle.given_ids)
         control = self.launcher.control
         kind = CallKind(gradient_fields(handle.number, "gradient of weights"))
         self._launch(kernel, control, control.layout.offset("combine_recv_weights"), kind)
@@ -175,7 +177,7 @@ def set_constant_arguments(launcher: Launcher, kernel: OpeningKernel) -> None:
 def set_arguments(
     kernel: OpeningKernel,
     handle: PeerHandle,
-    rows: torch.Tensor,
+    rows_at: int,
     out: torch.Tensor,
     capacity: int,
     ids: torch.Tensor,
@@ -184,12 +186,12 @@ def set_arguments(
     """Arguments that all kernels of a combine are given.
 
     Args:
-        weights: address of the weights that multiply rows.
+        rows_at: address of the rows. weights: of the weights that multiply them.
     """
     CALL_FIELDS.write(
         kernel.args,
         CALL_FIELDS.offset,
-        rows.data_ptr(),
+        rows_at,
         *handle.pointers,
         weights,
         ids.data_ptr(),
@@ -272,13 +274,14 @@ class SumsAtHome:
             out = self._like.new_empty(handle.num_tokens, self._width)
         else:
             require_aligned(out, "out")
-        factors = 0
-        if rows.data_ptr() % BULK_BYTES:
+        rows_at, factors = rows.data_ptr(), 0
+        if rows_at % BULK_BYTES:
             rows = rows.clone()
+            rows_at = rows.data_ptr()
         if self._weighted:
             factors = handle.weights_address if weights is None else weights.data_ptr()
         ids = handle.ids() if self._per_route else handle.given_ids
-        set_arguments(self._kernel, handle, rows, out, handle.capacity, ids, factors)
+        set_arguments(self._kernel, handle, rows_at, out, handle.capacity, ids, factors)
         if stream is not None:
             launcher.launch_ready(self._kernel, self._call_kind, handle.number, stream, blocks=self._blocks)
         elif self._receiving_kernel is not None:

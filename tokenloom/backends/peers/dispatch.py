@@ -231,9 +231,10 @@ class DirectDispatch(PeerDispatch):
         self.prepare_kernels(results, self.num_places)
         self.kernel.args.stop_on_overflow = self.waits
         self.kernel.args.host_counts = shared.host_counts.address if self.waits else 0
-        self._lends_early = self.waits and kind.output_owner == "if needed" and not (kind.split or kind.sent_ahead)
+        self.lends_early = self.waits and kind.output_owner == "if needed" and not (kind.split or kind.sent_ahead)
         # Two such dispatches may be open at once.
         self._wants_both_buffers = kind.split or kind.sent_ahead or kind.output_owner == "but rows"
+        self._gathers = options.strategy == "all_gather"
         self._is_short = options.sizes == "bounded" and self.num_places < (options.capacity or 0)
         self._copies_nothing = not (self.waits or kind.output_owner or self._is_short or shared.checked)
         self._receive_buffer(self._count.num_dispatches)  # last: it may make memory, which all ranks then do
@@ -253,14 +254,12 @@ class DirectDispatch(PeerDispatch):
             )
         super().require_now()
 
-    def send(self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None) -> SentDispatch:
-        """Also make outputs their caller's while the kernel runs, where the host need not know their size."""
-        sent = super().send(tokens, out, stream)
-        if self._lends_early:
-            self._lend(sent.handle, sent.rows)
-        return sent
+    @property
+    def is_done_when_sent(self) -> bool:  # type: ignore[override]
+        # With halves others may lend rows before the second one; see finish.
+        return self._copies_nothing and not (self._buffers.may_be_lent or self._wants_both_buffers)
 
-    def _lend(self, handle: PeerHandle, rows: torch.Tensor) -> None:
+    def lend(self, handle: PeerHandle, rows: torch.Tensor) -> None:
         """Lend rows, if they can be lent, and copy the rest."""
         copy = copier(self._buffers, handle, "if needed")
         if copy is torch.clone:
@@ -303,16 +302,13 @@ class DirectDispatch(PeerDispatch):
     def launch(
         self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None
     ) -> tuple[PeerHandle, torch.Tensor, Half | None]:
-        received, count = self._received, self._count
+        launcher, shared, results, count = self.launcher, self.shared, self.results, self._count
         buffer, rows = self._next_free(count.num_dispatches)
-        number = count.num_dispatches
-        launcher, shared = self.launcher, self.shared
         num_tokens = tokens.x.shape[0]
-        memory = shared.memory.take(self.results, num_tokens, stream)
-        base = memory[2]
+        memory = shared.memory.take(results, num_tokens, stream)
         host_sequence = shared.host_counts.expect() if self.waits else 0
-        x, topk_ids = self.set_arguments(tokens, self.results, base, host_sequence)
-        if self.options.strategy == "all_gather":
+        x, topk_ids = self.set_arguments(tokens, num_tokens, results, memory[2], host_sequence)
+        if self._gathers:
             self.kernel.args.gathered = shared.copies.gather(x, self.call_kind.fields_of(launcher.num_calls))
             stream = None  # copies take the slow path
         call = launcher.num_calls  # behind what makes memory, which is a call by itself
@@ -322,16 +318,9 @@ class DirectDispatch(PeerDispatch):
             launcher.launch(self.kernel, self.call_kind, call, region=buffer.number, repeats=self.repeats, begins=half)
         else:
             launcher.launch_ready(self.kernel, self.call_kind, call, stream, buffer.number, repeats=self.repeats)
+        reused_after = count.num_dispatches + RECEIVE_BUFFERS
         count.num_dispatches += 1
-        reused_after = number + len(received)
-        handle = PeerHandle(
-            self.options, call, num_tokens, self.num_places, topk_ids, memory, self.results, buffer, reused_after
-        )
-        slots, all_counts = self.results.argument_offsets[:2]
-        if launcher.masked:
-            handle.masked = launcher.masked
-        handle.pointers = (buffer.places_address, buffer.tokens_address, base + slots, base + all_counts)
-        return handle, rows, half
+        return PeerHandle(results, memory, call, num_tokens, topk_ids, buffer, reused_after), rows, half
 
     # -- the second half ------------------------------------------------------------------------------------
 

@@ -214,27 +214,35 @@ class PeerHandle:
 
     def __init__(
         self,
-        options: DispatchOptions,
+        results: ResultsLayout,
+        memory: tuple[torch.Tensor, int, int],
         number: int,
         num_tokens: int,
-        num_places: int,
         given_ids: torch.Tensor,
-        memory: tuple[torch.Tensor, int, int],
-        results: ResultsLayout,
-        buffer: ReceiveBuffer | None,
-        reused_after: int | None,
+        buffer: ReceiveBuffer | None = None,
+        reused_after: int | None = None,
     ) -> None:
         """Made by a dispatch.
 
         Args:
             memory: what :meth:`ResultsMemory.take` gave for its words.
         """
-        self.options, self.number, self.num_tokens = options, number, num_tokens
-        self.num_places = self.capacity = num_places
+        self.results, self.options = results, results.options
+        self.num_places = self.capacity = results.num_places
+        self.number, self.num_tokens, self.reused_after = number, num_tokens, reused_after
         self.given_ids, self.ids_version = given_ids, None if given_ids.is_inference() else given_ids._version
-        self.memory, self.first_word, self.words_address = memory
-        self.results, self.reused_after = results, reused_after
+        self.memory, self.first_word, base = memory
+        self.words_address = base
         self.buffer: ReceiveBuffer | OwnRouteWords | None = buffer
+        at = results.at
+        slots, all_counts = base + at["slots"], base + at["all_counts"]
+        if buffer is None:
+            self.pointers = base + at["row_places"], base + at["row_tokens"], slots, all_counts
+        else:
+            self.pointers = buffer.places_address, buffer.tokens_address, slots, all_counts
+        masked = results.launcher.masked
+        if masked:
+            self.masked = masked
 
     # -- what the kernel has left ---------------------------------------------------------------------------
 

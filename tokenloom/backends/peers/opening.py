@@ -35,6 +35,7 @@ from tokenloom.runtime.symmetric_memory import SymmetricBuffer, close_together
 
 T = TypeVar("T")
 
+write_opening, OPENING_AT = OPENING_FIELDS.write, OPENING_FIELDS.offset
 HALVES: Fields = {"halves": True}
 """Fields that all ranks must mean alike in calls that are two kernels, beside those of other calls."""
 
@@ -241,8 +242,8 @@ class Launcher:
             if begins is not None:
                 self._open_halves.append(begins)
             return
-        options_hash, record = kind.hash_of(dispatch), self.outcomes.addresses[CAPTURED_SLOT]
-        OPENING_FIELDS.write(kernel.args, OPENING_FIELDS.offset, options_hash, record, status, region, 0)
+        record = self.outcomes.addresses[CAPTURED_SLOT]
+        write_opening(kernel.args, OPENING_AT, kind.hash_of(dispatch), record, status, region, 0)
         kernel.launch(blocks or kernel.blocks, stream)
         self._last_captured = self._stream_of(stream, self._last_captured)
         self._graphs.hold(stream, self, *self.keep_with_graphs)
@@ -283,21 +284,20 @@ class Launcher:
             stream: what :meth:`ready_stream` has given. It holds until ``CALLS_IN_FLIGHT`` calls are in flight.
             number: of the call; None: it is the next one.
         """
-        launches = self._num_launches
+        launches, next_call, outcomes = self._num_launches, self.num_calls, self.outcomes
         slot = launches % CAPTURED_SLOT
         sequence = launches % (2**31 - 1) + 1  # not 0, and no other number of calls nearby
-        options_hash, record = kind.hash_of(dispatch), self.outcomes.addresses[slot]
-        OPENING_FIELDS.write(kernel.args, OPENING_FIELDS.offset, options_hash, record, status, region, sequence)
+        record = outcomes.addresses[slot]
+        write_opening(kernel.args, OPENING_AT, kind.hash_of(dispatch), record, status, region, sequence)
         kernel.launch(blocks or kernel.blocks, stream)
         if stream != self._last_handle:
             self._last, self._last_handle = torch.cuda.current_stream(self.ranks.device), stream
-        next_call = self.num_calls
-        if number is None:
-            number = next_call
-        self.outcomes.expect((number, slot, sequence, self._last, kind, dispatch, repeats, status != 0))
         self._num_launches = launches + 1
-        if number == next_call:
+        if number is None or number == next_call:
+            outcomes.in_flight.append((next_call, slot, sequence, self._last, kind, dispatch, repeats, status != 0))
             self.num_calls = next_call + 1
+        else:
+            outcomes.expect_half((number, slot, sequence, self._last, kind, dispatch, repeats, status != 0))
 
     def finish(self, half: Half) -> None:
         """Launch the receiving half of a call, if it was not yet: the kernel takes the arguments of the one that sent.

@@ -78,6 +78,7 @@ class Outcomes:
         known_losses: where late ranks are masked, the losses that calls know of; with more, calls end in vain. None:
             late ranks break the communicator.
         addresses: of the slots, for kernels.
+        in_flight: kernels that were put on a stream, by the values of their :class:`InFlight`, in the order of calls.
     """
 
     def __init__(self, ranks: RankGroup, control: SymmetricBuffer) -> None:
@@ -87,19 +88,17 @@ class Outcomes:
         self._ranks, self._control = ranks, control
         self._records = CallRecords(ranks.device, CAPTURED_SLOT + 1)
         self.addresses = [self._records.address(slot) for slot in range(CAPTURED_SLOT + 1)]
-        self._in_flight: deque[tuple[Any, ...]] = deque()  # fields of InFlight, in the order of calls
+        self.in_flight: deque[tuple[Any, ...]] = deque()
         self._heard: tuple[int, str] | None = None
 
-    def expect(self, call: tuple[Any, ...]) -> None:
-        """Remember a kernel that was put on the stream, by the values of an :class:`InFlight`."""
-        calls = self._in_flight
-        calls.append(call)
-        if len(calls) > 1 and calls[-2][0] > call[0]:  # the second half of an earlier call
-            self._in_flight = deque(sorted(calls, key=itemgetter(0)))
+    def expect_half(self, call: tuple[Any, ...]) -> None:
+        """Remember the second half of a call, which others may have opened since."""
+        self.in_flight.append(call)
+        self.in_flight = deque(sorted(self.in_flight, key=itemgetter(0)))
 
     def begin_anew(self) -> None:
         """Forget calls in flight, and the wait that has expired. All kernels have ended."""
-        self._in_flight.clear()
+        self.in_flight.clear()
         self._heard = None
         self.fault.clear()
         for slot in range(CAPTURED_SLOT + 1):
@@ -110,7 +109,7 @@ class Outcomes:
 
         With ``own_fault`` nobody hears what the last of them found.
         """
-        calls, is_well = self._in_flight, self._records.is_well
+        calls, is_well = self.in_flight, self._records.is_well
         while calls and calls[0][0] < end:
             call = calls.popleft()
             if not is_well(call[1], call[2]):
@@ -132,7 +131,7 @@ class Outcomes:
 
     def await_counts(self, counts: HostCounts) -> list[int] | None:
         """Results of the last call while it still runs; None if it has found something wrong, which settle raises."""
-        call = InFlight(*self._in_flight[-1])
+        call = InFlight(*self.in_flight[-1])
         looked = time.monotonic()
 
         def look() -> None:

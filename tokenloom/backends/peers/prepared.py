@@ -21,8 +21,8 @@ from tokenloom.backends.peers.buffers import (
 )
 from tokenloom.backends.peers.copies import Copies
 from tokenloom.backends.peers.handle import COUNTS, PeerHandle, ResultsLayout, ResultsMemory
-from tokenloom.backends.peers.opening import HALVES, Half, Launcher, require_layout, require_no_host_read
-from tokenloom.backends.seam import DispatchKind, DispatchOptions, DispatchOut, Tokens
+from tokenloom.backends.peers.opening import HALVES, Half, Launched, Launcher, require_layout, require_no_host_read
+from tokenloom.backends.seam import DispatchKind, DispatchOptions, DispatchOut, Sent, Tokens
 from tokenloom.errors import CapacityOverflow, InvalidArgument
 from tokenloom.kernels.common import Variant
 from tokenloom.kernels.dispatch.launch import CALL_FIELDS, OUTPUTS, STAGED_FIELDS, DispatchVariant
@@ -90,7 +90,7 @@ class SharedByDirect(Shared):
 
 
 class SentDispatch:
-    """A dispatch whose first kernel, or only one, is on the stream.
+    """A dispatch whose first kernel, or only one, is on the stream, and whose second half has something to do.
 
     Attributes:
         prepared: sent it. tokens, out: as given. half: the second half needs it; None: there is none.
@@ -114,8 +114,6 @@ class SentDispatch:
     def receive(self) -> tuple[PeerHandle, torch.Tensor]:
         if self.half is not None:
             self.prepared.launcher.finish(self.half)
-        elif self.prepared.is_done_when_sent and self.out is None:
-            return self.handle, self.rows
         return self.prepared.finish(self)
 
 
@@ -132,10 +130,11 @@ class PeerDispatch:
         is_stale: buffers have grown since, or too many kinds came.
         waits: the host waits for counts of each call.
         is_done_when_sent: the second half has nothing to do, unless there are two kernels or tensors of the caller's.
+        lends_early: :meth:`lend` is to be called while the kernel runs.
         call_kind: the meaning of the calls to all ranks.
     """
 
-    is_done_when_sent = False
+    is_done_when_sent = lends_early = False
 
     def __init__(
         self, shared: Shared, kind: DispatchKind, repeats: bool = False, user_options: DispatchOptions | None = None
@@ -150,7 +149,9 @@ class PeerDispatch:
         self.call_kind = CallKind({**fields, **HALVES} if kind.split else fields)
         self.with_weights = kind.weights_dtype is not None
 
-    def send(self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None) -> SentDispatch:
+    def send(
+        self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None
+    ) -> Sent[tuple[PeerHandle, torch.Tensor]]:
         """Put the kernel on the current stream; see :class:`tokenloom.backends.seam.PreparedDispatch`."""
         if self.receiving_kernel is not None:
             stream = None  # two kernels take the slow path
@@ -158,7 +159,12 @@ class PeerDispatch:
             self.require_now()
             if self.waits and not self.kind.sent_ahead:  # the host will wait, so it hears of earlier errors first
                 self.launcher.settle(0)
-        return SentDispatch(self, tokens, out, *self.launch(tokens, out, stream))
+        handle, rows, half = self.launch(tokens, out, stream)
+        if self.lends_early:
+            self.lend(handle, rows)
+        if half is None and out is None and self.is_done_when_sent:
+            return Launched(((handle, rows),))
+        return SentDispatch(self, tokens, out, handle, rows, half)
 
     def require_now(self) -> None:
         """Raise for a call that cannot be made at this moment, such as one that a CUDA graph cannot capture."""
@@ -172,6 +178,9 @@ class PeerDispatch:
     ) -> tuple[PeerHandle, torch.Tensor, Half | None]:
         """Put the kernel on the current stream: (handle, rows [places, H], second half), at their full size."""
         raise NotImplementedError
+
+    def lend(self, handle: PeerHandle, rows: torch.Tensor) -> None:
+        """Make outputs their caller's while the kernel runs, where the host need not know their size."""
 
     def forget_buffers(self) -> None:
         """Drop views of receive buffers, which are about to be released: holding this would hold them."""
@@ -231,7 +240,7 @@ class PeerDispatch:
             args.peer_blocks = variants[0].sending_blocks(self.kernel.blocks)
 
     def set_arguments(
-        self, tokens: Tokens, results: ResultsLayout, base: int, host_sequence: int, *outputs: int
+        self, tokens: Tokens, num_tokens: int, results: ResultsLayout, base: int, host_sequence: int, *outputs: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the arguments of one call: its tensors, and where its results go.
 
@@ -261,7 +270,7 @@ class PeerDispatch:
             base + source_counts,
             base + expert_counts,
             base + expert_offsets,
-            x.shape[0],
+            num_tokens,
             host_sequence,
             *outputs,
         )
@@ -321,6 +330,7 @@ class StagedDispatch(PeerDispatch):
         plan, layout, eager = shared.plan, options.layout, sends_before_opening(shared.plan)
         rows = plan.worst_case_rows("token") if options.capacity is None else options.capacity
         self._places = plan.experts_per_rank * rows if layout == "slots" else rows
+        self._hidden = plan.hidden
         self._further = self.further_words()
         self._with_scales = kind.brings_scales
         results = self._layout_of_results(self._with_scales)
@@ -366,7 +376,7 @@ class StagedDispatch(PeerDispatch):
         return {}
 
     def set_all_arguments(
-        self, tokens: Tokens, results: ResultsLayout, base: int, rows: int
+        self, tokens: Tokens, num_tokens: int, results: ResultsLayout, base: int, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the arguments of one call, whose words lie at ``base``, and whose rows go to the address ``rows``.
 
@@ -378,6 +388,7 @@ class StagedDispatch(PeerDispatch):
         out_scales, out_ids, out_weights, out_places, out_tokens, slot_ranges = self._outputs
         return self.set_arguments(
             tokens,
+            num_tokens,
             results,
             base,
             0,
@@ -393,17 +404,16 @@ class StagedDispatch(PeerDispatch):
     def launch(
         self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None
     ) -> tuple[PeerHandle, torch.Tensor, Half | None]:
-        launcher, num_places = self.launcher, self._places
+        launcher = self.launcher
         if out is None or out.tokens is None:
-            rows = self._like.new_empty(num_places, self.shared.plan.hidden)
+            rows = self._like.new_empty(self._places, self._hidden)
         else:
             require_aligned(out.tokens, "out.tokens")
             rows = out.tokens
         results = self.results if out is None or out.scales is None else self._without_scales
         num_tokens = tokens.x.shape[0]
         memory = self.shared.memory.take(results, num_tokens, stream)
-        base = memory[2]
-        _, topk_ids = self.set_all_arguments(tokens, results, base, rows.data_ptr())
+        _, topk_ids = self.set_all_arguments(tokens, num_tokens, results, memory[2], rows.data_ptr())
         if out is not None:
             self._write_to(out)
         call, half = launcher.num_calls, None
@@ -412,12 +422,7 @@ class StagedDispatch(PeerDispatch):
             launcher.launch(self.kernel, self.call_kind, call, repeats=self.repeats, begins=half)
         else:
             launcher.launch_ready(self.kernel, self.call_kind, call, stream, repeats=self.repeats)
-        handle = PeerHandle(self.options, call, num_tokens, num_places, topk_ids, memory, results, None, None)
-        row_places, row_tokens = base + self._outputs[3], base + self._outputs[4]
-        slots, all_counts = results.argument_offsets[:2]
-        if launcher.masked:
-            handle.masked = launcher.masked
-        handle.pointers = (row_places, row_tokens, base + slots, base + all_counts)
+        handle = PeerHandle(results, memory, call, num_tokens, topk_ids)
         if out is not None:
             handle.hold_given(out)
         return handle, rows, half
