@@ -176,6 +176,8 @@ def _dispatches(plan: Plan, dtypes: Sequence[torch.dtype]) -> list[Variant]:
     """Those that send rows straight to their places."""
     plain, fp8 = _payloads(plan, dtypes)
     found = [DispatchVariant(plan=plan, layout=layout, **payload) for layout in LAYOUTS for payload in (*plain, *fp8)]
+    if not sends_before_opening(plan):
+        found += [DispatchVariant(plan=plan, layout="slots", **payload) for payload in _to_slots(plain, fp8)]
     for strategy, payloads in (("all_to_all", (*plain, *fp8)), ("all_gather", plain)):
         found += [DispatchVariant(plan=plan, layout="expert", strategy=strategy, **payload) for payload in payloads]
     return list[Variant](found)
@@ -184,20 +186,22 @@ def _dispatches(plan: Plan, dtypes: Sequence[torch.dtype]) -> list[Variant]:
 def _of_size(plan: Plan, dtypes: Sequence[torch.dtype]) -> list[Variant]:
     """Staged dispatches, and combines: kernels that a plan with few rows has in another form."""
     eager, (plain, fp8) = sends_before_opening(plan), _payloads(plan, dtypes)
-    staged: list[tuple[str, str, dict[str, Any]]] = [("slots", "rows", payload) for payload in (*plain, *fp8)]
-    staged += [("slots", "columns", payload) for payload in fp8]
-    staged += [("slots", "packed", payload) for payload in fp8 if payload.get("quantize") != "any scale"]
+    staged = [{"layout": "slots", **payload} for payload in _to_slots(plain, fp8)]
     if eager:
-        staged += [("expert", "rows", payload) for payload in (*plain, *fp8)]
-    found: list[Variant] = [
-        DispatchVariant(plan=plan, layout=layout, staged=True, eager=eager, scale_layout=scales, **payload)
-        for layout, scales, payload in staged
-    ]
+        staged += [{"layout": "expert", **payload} for payload in (*plain, *fp8)]
+    found: list[Variant] = [DispatchVariant(plan=plan, staged=True, **payload) for payload in staged]
     for dtype in dtypes:
         found += [_combine(plan, layout, dtype, eager=eager) for layout in LAYOUTS]
         of_routes = product(("per_rank", "per_route"), ("none", "received", "home"))
         found += [_combine(plan, "expert", dtype, eager=eager, mode=mode, weights=how) for mode, how in of_routes]
     return found
+
+
+def _to_slots(plain: list[dict[str, Any]], fp8: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Payloads with the layouts of scales that layout "slots" has for them."""
+    packed = [payload for payload in fp8 if payload.get("quantize") != "any scale"]
+    by_layout = {"rows": [*plain, *fp8], "columns": fp8, "packed": packed}
+    return [{**payload, "scale_layout": scales} for scales, payloads in by_layout.items() for payload in payloads]
 
 
 def _combine(plan: Plan, layout: str, dtype: torch.dtype, **options: Any) -> CombineVariant:

@@ -246,10 +246,12 @@ class PeerHandle:
     def scales(self) -> torch.Tensor | None:
         if not self.results.with_scales:
             return None
-        if self.buffer is None:
-            found = self.results.scales(self._part("scales"))
-            return found if self.options.layout == "slots" else found[: self.num_places]
-        return self.buffer.scales.view(-1, self.results.scales_per_row)[: self.num_places]
+        results, of_slots = self.results, self.options.layout == "slots"
+        if self.buffer is None or "scales" in results.at:
+            found = results.scales(self._part("scales"))
+            return found if of_slots else found[: self.num_places]
+        found = self.buffer.scales.view(-1, results.scales_per_row)[: self.num_places]
+        return found.view(results.plan.experts_per_rank, -1, results.scales_per_row) if of_slots else found
 
     @cached_property
     def slots(self) -> torch.Tensor:
@@ -449,8 +451,9 @@ class PeerHandle:
         scales, buffer = self.scales, self.buffer
         if num_places is not None:
             self.num_places = max(num_places, self.num_places)
-        if scales is not None:
-            self.scales = copy(scales) if len(scales) >= self.num_places else copied_with_room(scales, self.num_places)
+        if scales is not None and "scales" not in self.results.at:  # there they are its own
+            has_room = len(scales) >= self.num_places or self.options.layout == "slots"
+            self.scales = copy(scales) if has_room else copied_with_room(scales, self.num_places)
         self.reused_after = None
         self.__dict__.pop("pointers", None)
         if buffer is not None and (self.by_route or self.num_places <= buffer.num_rows):
@@ -513,6 +516,7 @@ class PeerHandle:
             "source_counts": counts.source_counts,
             "expert_counts": counts.expert_counts,
             "expert_offsets": counts.expert_offsets,
+            "slot_ranges": counts.slot_ranges,
         }
         for name, value in results.items():
             target = getattr(out, name)
