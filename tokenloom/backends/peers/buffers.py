@@ -70,7 +70,7 @@ SLOTS_ROOM = 2.0
 buffers would take much more memory than their rows, and whoever owns outputs would copy places without rows."""
 
 EAGER_ROWS = 2048
-"""Most rows that a rank may receive in plans whose bounded calls are eager: rows leave before other ranks have opened."""
+"""Most rows that a rank may receive in plans whose bounded calls are eager: rows leave before others have opened."""
 
 MakeLayout = Callable[[Plan, int, int], BufferLayout]
 """From a plan, bytes of a value, and rows of a receive buffer (where it has some)."""

@@ -448,10 +448,12 @@ class PeerHandle:
         Args:
             copy: of the scales, where they have places enough.
         """
-        scales, buffer = self.scales, self.buffer
+        buffer = self.buffer
+        # Scales that have a part of the words are its own.
+        scales = None if "scales" in self.results.at else self.scales
         if num_places is not None:
             self.num_places = max(num_places, self.num_places)
-        if scales is not None and "scales" not in self.results.at:  # there they are its own
+        if scales is not None:
             has_room = len(scales) >= self.num_places or self.options.layout == "slots"
             self.scales = copy(scales) if has_room else copied_with_room(scales, self.num_places)
         self.reused_after = None
