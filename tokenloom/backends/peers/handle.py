@@ -247,11 +247,16 @@ class PeerHandle:
         if not self.results.with_scales:
             return None
         results, of_slots = self.results, self.options.layout == "slots"
-        if self.buffer is None or "scales" in results.at:
+        if self.buffer is None or self._has_scales_apart:
             found = results.scales(self._part("scales"))
             return found if of_slots else found[: self.num_places]
         found = self.buffer.scales.view(-1, results.scales_per_row)[: self.num_places]
         return found.view(results.plan.experts_per_rank, -1, results.scales_per_row) if of_slots else found
+
+    @property
+    def _has_scales_apart(self) -> bool:
+        """Whether rows came to a receive buffer, and their scales to its own words."""
+        return self.buffer is not None and "scales" in self.results.at
 
     @cached_property
     def slots(self) -> torch.Tensor:
@@ -449,8 +454,7 @@ class PeerHandle:
             copy: of the scales, where they have places enough.
         """
         buffer = self.buffer
-        # Scales that have a part of the words are its own.
-        scales = None if "scales" in self.results.at else self.scales
+        scales = None if self._has_scales_apart else self.scales
         if num_places is not None:
             self.num_places = max(num_places, self.num_places)
         if scales is not None:
@@ -472,7 +476,8 @@ class PeerHandle:
         buffer = self.buffer
         assert buffer is not None
         if isinstance(buffer, ReceiveBuffer):
-            _ = self.scales  # which stay where they are
+            if not self._has_scales_apart:
+                _ = self.scales  # which stay where they are
             self.buffer = buffer = buffer.copied()
             for name in BY_ROW:
                 self.__dict__.pop(name, None)
