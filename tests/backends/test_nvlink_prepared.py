@@ -108,6 +108,16 @@ def test_each_dispatch_tells_its_own_tensors(
     do_not_overlap([routed._handle for _, routed in kept])
 
 
+@pytest.mark.parametrize(("capacity", "staged"), [(2 * LARGE, False), (2 * LARGE + 1, True), (None, True)])
+def test_sparse_slots_are_filled_on_arrival(stand_ins: StandIns, capacity: int | None, staged: bool) -> None:
+    """A receive buffer has room for twice the places that an even routing fills. Where there are more, as by default,
+    rows are copied to tensors of the caller's, and buffers stay as they are."""
+    comm = make_comm(LARGE)
+    routed = Given(5).dispatch(comm, "slots", capacity=capacity)
+    assert (routed._handle.buffer is None) == staged
+    assert not staged or last(stand_ins).out_rows == address(routed.tokens)
+
+
 def do_not_overlap(handles: list[Any]) -> None:
     """What kernels leave in a tensor of their call, part by part."""
     parts = []
