@@ -71,8 +71,8 @@ def moving(make: Callable[[], tl.Communicator], gradients: bool, settle: Callabl
 @pytest.mark.parametrize(
     ("gradients", "want"),
     [
-        (False, {"dispatch": [(241, 29), (32, 16)], "combine": [(105, 22), (31, 16)]}),
-        (True, {"dispatch": [(250, 30), (41, 17)], "combine": [(112, 23), (38, 17)]}),
+        (False, {"dispatch": [(238, 29), (32, 16)], "combine": [(105, 22), (31, 16)]}),
+        (True, {"dispatch": [(247, 30), (41, 17)], "combine": [(112, 23), (38, 17)]}),
     ],
     ids=["plain", "with gradients"],
 )
