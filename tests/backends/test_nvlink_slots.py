@@ -122,6 +122,8 @@ def test_who_owns_outputs(context: RankContext, scale_layout: str) -> None:
             same(view, number)
         for routed in own:
             same(routed, 0)
+            y = torch.ones(routed.tokens.shape, dtype=BF16, device=context.device)
+            comm.combine(y, routed)
 
 
 @on_ranks("hoppers")

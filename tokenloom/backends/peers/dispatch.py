@@ -375,6 +375,9 @@ class DirectDispatch(PeerDispatch):
             rows = self._owned(handle, rows, owner)
         if sent.out is not None:
             rows = handle.write_to(sent.out, rows)
+            if self._outputs and sent.out.tokens is not None:  # slots may be combined when their buffer is reused
+                handle.own_route_words()
+                handle.reused_after = None
         return handle, rows
 
     def _finish_exact(self, sent: SentDispatch) -> tuple[PeerHandle, torch.Tensor]:
