@@ -22,6 +22,6 @@ def in_large_plan(problem: Problem) -> Problem:
 
 @contextmanager
 def no_plan_is_small() -> Iterator[None]:
-    """Communicators that are made in this block make no eager calls."""
-    with mock.patch.object(buffers, "EAGER_ROWS", 0):
+    """Communicators that are made in this block make no eager calls, and all their dispatches are direct."""
+    with mock.patch.object(buffers, "EAGER_ROWS", 0), mock.patch.object(buffers, "SLOTS_ROOM", float("inf")):
         yield

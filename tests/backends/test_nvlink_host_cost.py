@@ -46,7 +46,7 @@ KINDS: list[Any] = [
         ("token", {"to_fp8": fp8}),
         ("rank", {"to_fp8": fp8}),
         ("expert", {"to_fp8": fp8, "capacity": 300}),
-        ("slots", {"to_fp8": fp8}),
+        ("slots", {"to_fp8": fp8, "capacity": 300}),
     )
 ]
 
@@ -55,7 +55,7 @@ KINDS: list[Any] = [
 def test_dispatch_and_combine(stand_ins: StandIns, max_tokens: int, options: dict[str, Any]) -> None:
     """One launch, and one allocation for rows: those of direct dispatches lie in receive buffers."""
     comm, layout = make_comm(max_tokens), options["layout"]
-    staged = layout == "slots" or (layout == "expert" and max_tokens == SMALL)
+    staged = layout in ("expert", "slots") and max_tokens == SMALL
     x, ids = torch.randn(TOKENS, HIDDEN, dtype=BF16), torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
     weights, made = torch.rand(TOKENS, TOP_K), {"launches": 1}
     given = {"sizes": "bounded", **options}

@@ -20,13 +20,13 @@ from tokenloom.backends.peers.dispatch import MAX_KINDS
 from tokenloom.backends.peers.prepared import check
 from tokenloom.backends.seam import CombineOptions, DispatchKind, DispatchOptions, RoutedCounts, Tokens
 from tokenloom.errors import InvalidArgument
-from tokenloom.plan import Plan
+from tokenloom.plan import ROUTE_LAYOUTS, Plan
 from tokenloom.runtime.openings import hash_of
 from tokenloom.runtime.streams import tensors_in
 
 HIDDEN, TOP_K, NUM_EXPERTS = 256, 2, 8
 SMALL, LARGE = 64, 1024
-"""Tokens of a rank. In plans of few rows layout "expert" is staged, too, so that outputs are ordinary tensors."""
+"""Tokens of a rank. In plans of few rows layouts of routes are staged, so that outputs are ordinary tensors."""
 BF16, FP32, INT32, INT64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 
 
@@ -44,7 +44,7 @@ class Given:
         self.weights = torch.rand(num_tokens, TOP_K) if weighted else None
 
     def dispatch(self, comm: tl.Communicator, layout: str, **options: Any) -> tl.Routed:
-        if layout == "expert":
+        if layout in ROUTE_LAYOUTS:
             options.setdefault("capacity", 300)
         sizes = None if layout == "slots" else "bounded"
         return comm.dispatch(self.x, self.ids, self.weights, layout=layout, sizes=sizes, **options)
@@ -71,7 +71,7 @@ def test_each_dispatch_tells_its_own_tensors(
 ) -> None:
     """The second and the third call of a kind, too, of other numbers of tokens. Their results lie apart."""
     comm = make_comm(max_tokens)
-    staged = layout == "slots" or (layout == "expert" and max_tokens == SMALL)
+    staged = layout in ROUTE_LAYOUTS and max_tokens == SMALL
     kept: list[tuple[Given, tl.Routed]] = []
     for num_tokens in (5, 0, 17):
         given = Given(num_tokens, ids_dtype, weighted)
@@ -91,6 +91,9 @@ def test_each_dispatch_tells_its_own_tensors(
         assert handle.pointers == (*places, args.slots, args.all_counts)
         if layout == "expert":
             assert args.expert_offsets == address(counts.expert_offsets)
+        if layout == "slots":
+            assert args.slot_ranges == address(counts.slot_ranges)
+            assert args.capacity == 300
         if staged:
             assert args.out_rows == address(routed.tokens)
             assert args.out_scales == address(routed.scales)
@@ -100,9 +103,19 @@ def test_each_dispatch_tells_its_own_tensors(
         weights_dtype = None if given.weights is None else given.weights.dtype
         kind = DispatchKind(options, given.x.dtype, given.ids.dtype, weights_dtype)
         fields = dispatch_fields(handle.number, kind)
-        direct = {} if args.out_rows else {"rows of the output": args.capacity}
+        direct = {} if staged else {"rows of the output": handle.num_places}
         assert args.call.options_hash == hash_of({**fields, **direct})
     do_not_overlap([routed._handle for _, routed in kept])
+
+
+@pytest.mark.parametrize(("capacity", "staged"), [(2 * LARGE, False), (2 * LARGE + 1, True), (None, True)])
+def test_sparse_slots_are_filled_on_arrival(stand_ins: StandIns, capacity: int | None, staged: bool) -> None:
+    """A receive buffer has room for twice the places that an even routing fills. Where there are more, as by default,
+    rows are copied to tensors of the caller's, and buffers stay as they are."""
+    comm = make_comm(LARGE)
+    routed = Given(5).dispatch(comm, "slots", capacity=capacity)
+    assert (routed._handle.buffer is None) == staged
+    assert not staged or last(stand_ins).out_rows == address(routed.tokens)
 
 
 def do_not_overlap(handles: list[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -34,11 +35,12 @@ def blocks_send(sending: int) -> Iterator[None]:
 
 @on_ranks("hoppers")
 @each_number
-@pytest.mark.parametrize("layout", ["token", "expert"])
+@pytest.mark.parametrize("layout", ["token", "expert", "slots"])
 def test_rows_go_there_and_back(context: RankContext, layout: str, sending: int) -> None:
     problem = make_problem(UNEQUAL, context.num_ranks)
     with blocks_send(sending), make_comm(context, "nvlink", problem.plan, num_sms=BLOCKS) as comm:
-        round_trip(context, comm, problem, layout, alignment=4 if layout == "expert" else 1)
+        sizes = "bounded" if layout == "slots" else "exact"
+        round_trip(context, comm, problem, layout, sizes=sizes, alignment=4 if layout == "expert" else 1)
 
 
 @on_ranks("hoppers")
@@ -53,11 +55,14 @@ def test_strategies(context: RankContext, strategy: str, sending: int) -> None:
 
 @on_ranks("hoppers")
 @few_and_all
-def test_rows_are_quantised_once(context: RankContext, sending: int) -> None:
+@pytest.mark.parametrize(
+    "options", [{"layout": "expert", "alignment": 4}, {"layout": "slots", "scale_layout": "columns"}], ids=str
+)
+def test_rows_are_quantised_once(context: RankContext, options: dict[str, Any], sending: int) -> None:
     """By the blocks that send, wherever they go."""
     problem = make_problem(replace(UNEQUAL, dtype=BF16), context.num_ranks)
     problem = replace(problem, xs=[torch.nan_to_num(x, 1.0, 1.0, 1.0) for x in problem.xs])
     with blocks_send(sending), make_comm(context, "nvlink", problem.plan, num_sms=BLOCKS) as comm:
-        routed = comm.dispatch(*problem.arguments(context), layout="expert", alignment=4, to_fp8=True)
-        want = problem.dispatched("expert", alignment=4, to_fp8=True)
+        routed = comm.dispatch(*problem.arguments(context), **options, to_fp8=True)
+        want = problem.dispatched(**options, to_fp8=True)
         same_routed(routed, want[context.rank], problem.plan)

@@ -38,8 +38,8 @@ NUM_VARIANTS = 22 + 10 + 15 + 2 * 24 + 3 + 2 + 6 + 1
 """Kernels of that shape.
 
 Dispatches: 2-byte, 4-byte and FP8 rows, and rows that become FP8 with two kinds of scale, in three layouts and by
-all_to_all; 2-byte and 4-byte rows by all_gather. Staged ones: the same rows and further orders of scales in layout
-slots, of large plans and of small ones, which have layout expert too. Combines, of both sizes: BF16, FP16 and FP32 in
+all_to_all; 2-byte and 4-byte rows by all_gather; the same rows and further orders of scales in layout slots. Staged
+ones: all that go to slots, and the same rows by expert. Combines, of both sizes: BF16, FP16 and FP32 in
 two layouts, and in a third by both modes with three kinds of weights; of either size dense ones of three dtypes, and
 gradients of weights with two layouts. Pre-reductions: three dtypes, with weights and without. The barrier."""
 SMALL = ("--num-ranks", "2", "--num-experts", "4", "--hidden", "4", "--top-k", "1")

@@ -226,7 +226,7 @@ class DispatchOfAll:
         args.peers = address(staging.tables[rank])
         for name in PARTS:
             setattr(args, name, staging.layout.offset(f"{name}0"))
-        args.turns, args.turn_bytes = TURNS, staging.layout.offset("rows1") - staging.layout.offset("rows0")
+        args.turn_bytes = staging.layout.offset("rows1") - staging.layout.offset("rows0")
         args.block_counts = address(staging.block_counts[rank])
         args.call.block_flags = args.block_counts
         args.max_tokens, args.capacity, args.alignment = plan.max_tokens_per_rank, self.capacity, 1

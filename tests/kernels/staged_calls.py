@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,17 +25,19 @@ class Staged:
     """Options of staged dispatches.
 
     Attributes:
-        layout, quantize, scale_layout, eager: as DispatchVariant has them.
+        layout, quantize, scale_layout: as DispatchVariant has them.
         halves: two kernels.
         capacity: None is a little more than is needed.
         alignment: of layout "expert".
         blocks: of every rank's kernels.
+        eager: rows leave before other ranks have opened the call, as those of combines may.
     """
+
+    eager: ClassVar[bool] = True
 
     layout: str
     quantize: str = ""
     scale_layout: str = "rows"
-    eager: bool = True
     halves: bool = False
     capacity: int | None = None
     alignment: int = 1
@@ -99,7 +101,6 @@ class StagedCall:
         assert plan == rank0.plan
         self.buffers, self.problem, self.options, self.rank0 = buffers, problem, options, rank0
         self.epoch = rank0.epoch if epoch is None else epoch
-        self.turns = TURNS if options.eager else 2
         capacity = options.capacity
         if capacity is None:
             capacity = problem.rows_needed(options.layout, options.alignment) + 3
@@ -127,7 +128,6 @@ class StagedCall:
             x_dtype=self.x.dtype,
             quantize=options.quantize,
             staged=True,
-            eager=options.eager,
             scale_layout=options.scale_layout,
         )
         parts = ("send", "receive") if options.halves else ("whole",)
@@ -156,7 +156,7 @@ class StagedCall:
         args.peers = buffers.peers
         for name in PARTS_OF_A_ROW:
             setattr(args, name, layout.offset(f"{name}0"))
-        args.turns, args.turn_bytes = self.turns, layout.offset("rows1") - layout.offset("rows0")
+        args.turn_bytes = layout.offset("rows1") - layout.offset("rows0")
         args.block_counts = address(buffers.block_counts)
         args.call.block_flags = args.block_counts
         args.slots, args.all_counts = address(self.slots), address(self.all_counts)
@@ -181,7 +181,7 @@ class StagedCall:
 
     def send_by_rank_1(self, but_last: int = 0) -> None:
         """Put its rows into the region of this call, then say so for its blocks, but for so many of the last."""
-        turn = self.epoch % self.turns
+        turn = self.epoch % TURNS
         self.buffers.put(self.buffers.memory[0], self.problem, self.options, 1, 0, turn)
         last = MAX_BLOCKS + self.options.blocks
         self.rank0.words("done_flags")[MAX_BLOCKS : last - but_last] = signed(self.epoch)
@@ -234,9 +234,9 @@ class StagedCall:
         Nothing else of rank 1's memory was touched.
         """
         buffers, rank0, plan = self.buffers, self.rank0, self.problem.plan
-        buffers.put(buffers.expected, self.problem, self.options, 0, 1, self.epoch % self.turns)
+        buffers.put(buffers.expected, self.problem, self.options, 0, 1, self.epoch % TURNS)
         parts = [name for name in PARTS_OF_A_ROW if name != "row_scales" or plan.scales_per_token]
-        for turn in range(self.turns):
+        for turn in range(TURNS):
             for source in range(2):
                 for name in parts:
                     got, want = (

@@ -92,6 +92,7 @@ class Dispatch:
         self.counts = int32([99] * (1 + PLAN.num_ranks + local + local + 1))
         self.all_counts = int32([99] * PLAN.num_ranks * (PLAN.num_ranks + PLAN.num_experts))
         self.slots = int32([99] * NUM_LOCAL * (PLAN.num_ranks + PLAN.top_k))
+        self.slot_ranges = int32([99] * 2 * PLAN.num_experts)
         self.block_counts = int32([0] * block_count_words(PLAN))
         self.half_epoch = int32([0, 0])
         self.peers = rank0.addresses(self.data)
@@ -114,6 +115,7 @@ class Dispatch:
         args.source_counts = args.num_rows + 4
         args.expert_counts = args.source_counts + 4 * PLAN.num_ranks
         args.expert_offsets = args.expert_counts + 4 * local
+        args.slot_ranges = self.slot_ranges.data_ptr()
         args.num_tokens, args.max_tokens = NUM_LOCAL, PLAN.max_tokens_per_rank
         args.capacity, args.alignment, args.send_blocks = rows, 1, BLOCKS
         args.peer_blocks = variant.sending_blocks(BLOCKS)
@@ -149,6 +151,7 @@ class Dispatch:
         assert (self.slots == -1).all()
         last = len(self.counts) if self.layout == "expert" else len(self.counts) - PLAN.experts_per_rank - 1
         assert not self.counts[:last].any()
+        assert self.layout != "slots" or not self.slot_ranges.any()
 
 
 def test_a_combine_whose_rows_all_come() -> None:
@@ -205,7 +208,7 @@ each_parts = pytest.mark.parametrize("parts", PARTS)
 
 
 @each_parts
-@pytest.mark.parametrize("layout", ["token", "expert", "rank"])
+@pytest.mark.parametrize("layout", ["token", "expert", "rank", "slots"])
 def test_a_dispatch_whose_rows_all_come(layout: str, parts: str) -> None:
     """What the next tests leave out makes the difference."""
     rank0 = Rank0(PLAN, "phases")
@@ -220,7 +223,7 @@ def test_a_dispatch_whose_rows_all_come(layout: str, parts: str) -> None:
 
 
 @each_parts
-@pytest.mark.parametrize("layout", ["token", "expert"])
+@pytest.mark.parametrize("layout", ["token", "expert", "slots"])
 @pytest.mark.parametrize("opens", [True, False], ids=["silent", "absent"])
 def test_rows_that_never_arrive_are_none(layout: str, opens: bool, parts: str) -> None:
     """Counts are 0 and slots -1, whatever lay there, so that whoever goes on addresses nothing by them. Rows may come

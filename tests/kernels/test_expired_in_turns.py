@@ -34,10 +34,9 @@ Make = Callable[[], Call]
 """Makes the next call on the same buffers."""
 
 DISPATCHES = {
-    f"dispatch {layout}, {kind}": Staged(layout, eager=kind != "waiting halves", halves=kind != "whole")
+    f"dispatch {layout}, {kind}": Staged(layout, halves=kind == "halves")
     for layout in ROUTE_LAYOUTS
-    for kind in ("whole", "halves", "waiting halves")
-    if layout == "slots" or kind != "waiting halves"
+    for kind in ("whole", "halves")
 }
 COMBINES = {
     f"combine {layout}, {kind}": Summed(

@@ -12,7 +12,7 @@ from tokenloom.kernels.combine.launch import CombineVariant
 from tokenloom.kernels.common import MAX_BLOCKS, Work
 from tokenloom.kernels.common.sharing import MOST_BLOCKS_BY_BYTES
 from tokenloom.kernels.dispatch.launch import DispatchVariant
-from tokenloom.plan import Plan
+from tokenloom.plan import ROUTE_LAYOUTS, Plan
 
 FP8 = torch.float8_e4m3fn
 HOME = {"y_dtype": BF16, "wire_dtype": BF16, "out_dtype": BF16}
@@ -59,8 +59,9 @@ def test_usual_plans(
 ) -> None:
     """Of 16 and 24 SMs. Ten senders fill the links of a GPU; with few ranks most rows stay or are copied there."""
     plan = plan_of(num_ranks)
-    dispatch = DispatchVariant(plan, layout="expert", x_dtype=BF16)
-    assert (dispatch.sending_blocks(16), dispatch.sending_blocks(24)) == dispatches
+    for layout in ROUTE_LAYOUTS:
+        dispatch = DispatchVariant(plan, layout=layout, x_dtype=BF16)
+        assert (dispatch.sending_blocks(16), dispatch.sending_blocks(24)) == dispatches
     for layout, want in (("token", tokens_home), ("expert", sums_home)):
         combine = CombineVariant(plan, layout=layout, **HOME)
         assert (combine.sending_blocks(16), combine.sending_blocks(24)) == want

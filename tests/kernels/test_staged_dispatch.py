@@ -92,12 +92,10 @@ def test_routes(case: Case, layout: str, halves: bool) -> None:
 
 
 @pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
-def test_waiting_for_the_call(halves: bool) -> None:
-    """Large plans have layout "slots" alone, and two regions: rows leave when all ranks have begun. There are more
-    tokens than two for each thread, so blocks ask each other for their counts.
-    """
+def test_many_tokens(halves: bool) -> None:
+    """There are more than two for each thread, so blocks ask each other for their counts."""
     case = replace(BASE, tokens=(1300, 1190), spare=20, hidden=8)
-    run(problem_of_two(case), Staged("slots", eager=False, halves=halves), times=3)
+    run(problem_of_two(case), Staged("slots", halves=halves), times=3)
 
 
 @pytest.mark.parametrize("alignment", [1, 8])
@@ -181,15 +179,13 @@ def problems(count: int) -> list[Problem]:
 
 
 @pytest.mark.parametrize("start", [1, 2**31 - 2, 2**32 - 3], ids=lambda start: f"{start:#x}")
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "waiting"])
-def test_regions_take_turns(start: int, eager: bool) -> None:
+def test_regions_take_turns(start: int) -> None:
     """Calls of both kinds find what is theirs among what the calls before have left; epochs may wrap."""
     given = problems(7)
     rank0 = Rank0(given[0].plan, epoch=start)
     buffers = StagedBuffers(rank0, BF16)
     for number, problem in enumerate(given):
-        layouts = ROUTE_LAYOUTS if eager else ("slots",)
-        options = Staged(layouts[number % len(layouts)], eager=eager, halves=number % 3 == 1)
+        options = Staged(ROUTE_LAYOUTS[number % len(ROUTE_LAYOUTS)], halves=number % 3 == 1)
         run_call(StagedCall(buffers, problem, options))
 
 

@@ -167,9 +167,7 @@ _NAMED: list[Named] = [
     ),
     dispatch("to fp8, row scales, hidden 128", "token", BF16, quantize="any scale", recipe="row", hidden=128),
     *(
-        dispatch(
-            f"slots, {how}, row scales, eager", "slots", dtype, quantize=how, staged=True, eager=True, recipe="row"
-        )
+        dispatch(f"slots, {how}, row scales, staged", "slots", dtype, quantize=how, staged=True, recipe="row")
         for how, dtype in (("", FP8), ("any scale", BF16))
     ),
     quantizing("to fp8, top-32 of 32 ranks", "expert", "any scale", FP32, top_k=32, num_ranks=32, experts_per_rank=8),
@@ -207,29 +205,44 @@ _NAMED: list[Named] = [
         for layout in LAYOUTS
         for part in ("send", "receive")
     ),
+    *(
+        dispatch(f"slots packed in parts, {part}", "slots", FP8, scale_layout="packed", part=part)
+        for part in ("send", "receive")
+    ),
+    dispatch("slots fp8, row scales", "slots", FP8, recipe="row"),
     dispatch("expert to fp8 in parts, send", "expert", BF16, quantize="any scale", part="send"),
     dispatch("expert to fp8 in parts, receive", "expert", BF16, quantize="any scale", part="receive"),
     *(
-        dispatch(f"{layout} staged, {part}", layout, FP8, staged=True, eager=True, max_tokens=128, part=part)
+        dispatch(f"{layout} staged, {part}", layout, FP8, staged=True, max_tokens=128, part=part)
         for layout in ROUTE_LAYOUTS
         for part in ("send", "receive")
     ),
-    dispatch("slots, 4096 experts", "slots", FP8, staged=True, eager=True, experts_per_rank=512),
-    dispatch("slots, top-32 of 32 ranks", "slots", FP32, staged=True, top_k=32, num_ranks=32, experts_per_rank=8),
-    dispatch("slots, hidden 8, one rank", "slots", FP32, staged=True, eager=True, hidden=8, num_ranks=1),
+    dispatch("slots, 4096 experts", "slots", FP8, staged=True, experts_per_rank=512),
+    *(
+        dispatch(
+            f"slots, top-32 of 32 ranks{', staged' * staged}",
+            "slots",
+            FP32,
+            staged=staged,
+            top_k=32,
+            num_ranks=32,
+            experts_per_rank=8,
+        )
+        for staged in (True, False)
+    ),
+    dispatch("slots, hidden 8, one rank", "slots", FP32, staged=True, hidden=8, num_ranks=1),
     *in_parts("eager, 4 ranks", "expert", eager=True, max_tokens=128, num_ranks=4),
     # What plans with few rows, and others, have of their own, as `tokenloom cache build` makes them.
     *(
         dispatch(
-            f"{layout} {short_name(dtype)}{how and ' to fp8, '}{how}, {scales}, {'eager' if eager else 'waiting'}",
+            f"{layout} {short_name(dtype)}{how and ' to fp8, '}{how}, {scales}, {'staged' if staged else 'direct'}",
             layout,
             dtype,
             quantize=how,
-            staged=True,
-            eager=eager,
+            staged=staged,
             scale_layout=scales,
         )
-        for layout, eager in (("slots", True), ("slots", False), ("expert", True))
+        for layout, staged in (("slots", True), ("slots", False), ("expert", True))
         for dtype, how, orders in (
             (BF16, "", ()),
             (FP32, "", ()),

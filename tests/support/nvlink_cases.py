@@ -18,7 +18,7 @@ from tests.support.cases import (
 )
 from tokenloom import reference
 from tokenloom.backends.peers.opening import Launcher
-from tokenloom.plan import Plan
+from tokenloom.plan import ROUTE_LAYOUTS, Plan
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
@@ -53,11 +53,11 @@ def same_combine(
     context: RankContext, comm: tl.Communicator, problem: Problem, routed: tl.Routed, want: list[reference.Routed]
 ) -> None:
     """All modes that the layout has; whatever holds no row is NaN in y."""
-    by_expert = routed.layout == "expert"
+    by_route = routed.layout in ROUTE_LAYOUTS
     ys = expert_rows(problem, want, BF16)
     own_ids = [ids if rank == context.rank else ids[:0] for rank, ids in enumerate(problem.topk_ids)]
-    weights = problem.topk_weights if by_expert else None
-    for mode in ("per_rank", "per_route") if by_expert else ("per_rank",):
+    weights = problem.topk_weights if by_route else None
+    for mode in ("per_rank", "per_route") if by_route else ("per_rank",):
         out = comm.combine(ys[context.rank].to(context.device), routed, mode=mode)
         outs = reference.combine(problem.plan, ys, want, own_ids, weights, mode=mode)
         same_bits(out, outs[context.rank], f"{routed.layout}, {mode}")

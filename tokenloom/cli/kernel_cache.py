@@ -150,7 +150,7 @@ def variants(plan: Plan) -> list[KernelSpec]:
             f"hidden is {plan.hidden}, expected rows of a multiple of {COPIED_BYTES} bytes, which kernels copy; "
             "pass a multiple of 8"
         )
-    found = [*_dispatches(plan, dtypes), BarrierVariant(plan)]
+    found: list[Variant] = [*_dispatches(plan, dtypes), BarrierVariant(plan)]
     for dtype in dtypes:
         for weighted in (False, True):
             found.append(PreReduceVariant(plan=plan, y_dtype=dtype, wire_dtype=dtype, weighted=weighted))
@@ -158,7 +158,7 @@ def variants(plan: Plan) -> list[KernelSpec]:
     width = weight_gradient_values(plan)
     found += [_combine(plan, layout, torch.float32, hidden=width) for layout in ("token", "rank")]
     for tokens in (1, EAGER_ROWS // plan.num_ranks + 1):
-        found += _of_size(replace(plan, max_tokens_per_rank=tokens), dtypes)
+        found += _combines(replace(plan, max_tokens_per_rank=tokens), dtypes)
     specs = [variant.spec() for variant in found]
     return list(dict.fromkeys(specs))  # the same kernel moves BF16 and FP16 rows
 
@@ -173,26 +173,22 @@ def _payloads(plan: Plan, dtypes: Sequence[torch.dtype]) -> tuple[list[dict[str,
 
 
 def _dispatches(plan: Plan, dtypes: Sequence[torch.dtype]) -> list[Variant]:
-    """Those that send rows straight to their places."""
+    """Those that send rows straight to their places, and those that are staged."""
     plain, fp8 = _payloads(plan, dtypes)
-    found = [DispatchVariant(plan=plan, layout=layout, **payload) for layout in LAYOUTS for payload in (*plain, *fp8)]
-    for strategy, payloads in (("all_to_all", (*plain, *fp8)), ("all_gather", plain)):
-        found += [DispatchVariant(plan=plan, layout="expert", strategy=strategy, **payload) for payload in payloads]
-    return list[Variant](found)
+    payloads, packed = [*plain, *fp8], [payload for payload in fp8 if payload.get("quantize") != "any scale"]
+    kinds: list[dict[str, Any]] = [{"layout": layout, **payload} for layout in LAYOUTS for payload in payloads]
+    for scale_layout, found in {"rows": payloads, "columns": fp8, "packed": packed}.items():
+        to_slots = [{"layout": "slots", "scale_layout": scale_layout, **payload} for payload in found]
+        kinds += [{"staged": staged, **kind} for staged in (False, True) for kind in to_slots]
+    kinds += [{"layout": "expert", "staged": True, **payload} for payload in payloads]
+    for strategy, found in {"all_to_all": payloads, "all_gather": plain}.items():
+        kinds += [{"layout": "expert", "strategy": strategy, **payload} for payload in found]
+    return [DispatchVariant(plan=plan, **kind) for kind in kinds]
 
 
-def _of_size(plan: Plan, dtypes: Sequence[torch.dtype]) -> list[Variant]:
-    """Staged dispatches, and combines: kernels that a plan with few rows has in another form."""
-    eager, (plain, fp8) = sends_before_opening(plan), _payloads(plan, dtypes)
-    staged: list[tuple[str, str, dict[str, Any]]] = [("slots", "rows", payload) for payload in (*plain, *fp8)]
-    staged += [("slots", "columns", payload) for payload in fp8]
-    staged += [("slots", "packed", payload) for payload in fp8 if payload.get("quantize") != "any scale"]
-    if eager:
-        staged += [("expert", "rows", payload) for payload in (*plain, *fp8)]
-    found: list[Variant] = [
-        DispatchVariant(plan=plan, layout=layout, staged=True, eager=eager, scale_layout=scales, **payload)
-        for layout, scales, payload in staged
-    ]
+def _combines(plan: Plan, dtypes: Sequence[torch.dtype]) -> list[Variant]:
+    """Those of tokens' rows, which a plan with few rows has in another form."""
+    eager, found = sends_before_opening(plan), list[Variant]()
     for dtype in dtypes:
         found += [_combine(plan, layout, dtype, eager=eager) for layout in LAYOUTS]
         of_routes = product(("per_rank", "per_route"), ("none", "received", "home"))

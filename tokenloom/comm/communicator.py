@@ -251,7 +251,7 @@ class Communicator:
                 "if_needed": outputs are yours as long as you hold them. But rows and scales may lie in a buffer that
                 later calls then leave alone, which costs no copy. While you hold such rows, others are copied. Let go
                 of them on the stream that was current, as PyTorch wants it of all memory; ``record_stream`` does not
-                help. Not beside calls in halves, except those of layout "slots".
+                help. Not beside calls in halves whose rows come to receive buffers.
             to_fp8: quantise x to E4M3 by ``recipe`` on its way (H a multiple of 128). The result is that of
                 ``dispatch(quantize_fp8(x), ...)``, bit for bit. The rows have no gradient, so x may not require one;
                 topk_weights may.

@@ -14,7 +14,7 @@ emulator.ON = True
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=1, help="of the order in which everything happens")
-    parser.addoption("--not-eager", action="store_true", help="no plan is small")
+    parser.addoption("--not-eager", action="store_true", help="no plan is small, and no slots are sparse")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,4 +22,4 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.not_eager:
         from tokenloom.backends.peers import buffers
 
-        buffers.EAGER_ROWS = 0
+        buffers.EAGER_ROWS, buffers.SLOTS_ROOM = 0, float("inf")

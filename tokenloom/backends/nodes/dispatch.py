@@ -34,7 +34,7 @@ class NodesDispatch(StagedDispatch):
         super().__init__(shared, kind, repeats, user_options)
         self.launcher.memory.tell(self.kernel.args.rail, DISPATCHES)
 
-    def variant(self, part: str, *, staged: bool = False, eager: bool = False) -> Variant:
+    def variant(self, part: str, *, staged: bool = False) -> Variant:
         memory, options = self.launcher.memory, self.options
         variant = DispatchNetworkVariant(
             self.shared.plan,

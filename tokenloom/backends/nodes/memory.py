@@ -6,7 +6,7 @@ import torch
 
 from tokenloom.backends.nodes.sizes import NodeSizes
 from tokenloom.errors import InvalidArgument
-from tokenloom.kernels.common import TURNS, Variant
+from tokenloom.kernels.common import Variant
 from tokenloom.kernels.common.rail import Rail
 from tokenloom.plan import Plan
 from tokenloom.runtime.devices import free_bytes
@@ -38,7 +38,7 @@ class NodeBuffers:
     def __init__(self, plan: Plan, ranks: RankGroup, dtype: torch.dtype | None) -> None:
         widest = dtype if dtype is not None and dtype.itemsize > 2 else torch.bfloat16
         self.sizes = sizes = NodeSizes(plan, ranks.topology.num_nodes, self.carrier, widest)
-        self.num_nodes, self.ranks_per_node, self.turns = sizes.num_nodes, sizes.ranks_per_node, TURNS
+        self.num_nodes, self.ranks_per_node = sizes.num_nodes, sizes.ranks_per_node
         self.regions = sizes.regions
         require_memory(ranks, sizes)
         self.reach_nodes(ranks)  # first what a machine may lack

@@ -83,7 +83,7 @@ class NodeSizes:
     @property
     def staging(self) -> BufferLayout:
         """Where rows of a dispatch arrive over NVLink."""
-        return staged_layout(self.plan, self.widest.itemsize, 0, TURNS)
+        return staged_layout(self.plan, self.widest.itemsize, 0)
 
     @property
     def node_bytes(self) -> int:

@@ -15,7 +15,7 @@ from tokenloom.backends.seam import CombineOptions, DispatchOptions
 from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.kernels.combine.launch import max_chunks
 from tokenloom.kernels.common import HEADER_WORDS, MAX_BLOCKS, TURNS
-from tokenloom.plan import FP8_BLOCK, Plan, align_up
+from tokenloom.plan import FP8_BLOCK, ROUTE_LAYOUTS, Plan, align_up
 from tokenloom.runtime.openings import Fields
 from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer, lent
 
@@ -65,12 +65,15 @@ BULK_BYTES = 16
 """Rows that kernels move, and their addresses, are multiples of this."""
 EXPERT_ROOM = 1.25
 """Rows of layout "expert" that a receive buffer has at first, over the mean of an even routing."""
+SLOTS_ROOM = 2.0
+"""Most places to which rows go straight in layout "slots", over the same mean. More of them are mostly empty: receive
+buffers would take much more memory than their rows, and whoever owns outputs would copy places without rows."""
 
 ABSENT_BYTE = 0xFF
 """Every byte of memory in which rows say by themselves that they are here, until they are; kAbsent of
 device/sync/arrival.cuh."""
 EAGER_ROWS = 2048
-"""Most rows that a rank may receive in plans whose rows leave before other ranks have opened the call."""
+"""Most rows that a rank may receive in plans whose bounded calls are eager: rows leave before others have opened."""
 
 MakeLayout = Callable[[Plan, int, int], BufferLayout]
 """From a plan, bytes of a value, and rows of a receive buffer (where it has some)."""
@@ -137,14 +140,14 @@ def sends_before_opening(plan: Plan) -> bool:
 
 
 def num_turns(plan: Plan) -> int:
-    """Regions that staged calls take turns in: two, where a rank waits for others before it writes to one."""
+    """Regions that combines and copies take turns in: two, where a rank waits for others before it writes to one."""
     return TURNS if sends_before_opening(plan) else 2
 
 
-def staged_layout(plan: Plan, value_bytes: int, rows: int, turns: int | None = None) -> BufferLayout:
-    """Where rows of a staged dispatch arrive, by source, with what comes with them; in as many regions as turns."""
+def staged_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
+    """Where rows of a staged dispatch arrive, by source, with what comes with them."""
     places = []
-    for turn in range(num_turns(plan) if turns is None else turns):
+    for turn in range(TURNS):
         places += _receive_places(plan, turn, plan.worst_case_rows("rank"), value_bytes)
     return BufferLayout.of(places)
 
@@ -184,8 +187,13 @@ def weight_gradient_values(plan: Plan) -> int:
 
 def receive_rows(plan: Plan) -> int:
     """Rows of a receive buffer at first: the worst case of layouts "token" and "rank", or room for layout "expert"."""
-    even = int(plan.max_tokens_per_rank * plan.top_k * EXPERT_ROOM) + plan.experts_per_rank * 128
+    even = int(_even_rows(plan) * EXPERT_ROOM) + plan.experts_per_rank * 128
     return max(plan.worst_case_rows("token"), min(even, plan.worst_case_rows("expert", 128)))
+
+
+def _even_rows(plan: Plan) -> int:
+    """Rows of layout "expert" on each rank, if all experts are as popular."""
+    return plan.max_tokens_per_rank * plan.top_k
 
 
 def _receive_places(plan: Plan, number: int, rows: int, value_bytes: int) -> list[tuple[str, int]]:
@@ -305,7 +313,6 @@ class Buffers(DispatchCount):
         fused: they serve a MegaMoE, and no other call.
         narrow: the count of dispatches of narrow rows, which have receive buffers of their own.
         may_be_lent: rows were lent since somebody last asked whether any are.
-        turns: regions that staged calls take turns in.
         when_grown: functions to call when a buffer is replaced, or will be: addresses are not what they were.
     """
 
@@ -324,7 +331,7 @@ class Buffers(DispatchCount):
         self._loans: dict[tuple[int, int], Loan] = {}
         self._data_layout: MakeLayout = data_layout
         self._least_rows = receive_rows(plan)
-        self._is_eager, self.turns = sends_before_opening(plan), num_turns(plan)
+        self._is_eager = sends_before_opening(plan)
 
     @property
     def turns_of_dispatches(self) -> tuple[int, int]:
@@ -442,11 +449,10 @@ class Buffers(DispatchCount):
 
     def is_staged(self, options: DispatchOptions) -> bool:
         """Whether a dispatch sends rows to where they are copied from on arrival, and not straight to their places."""
-        if options.layout == "slots":
-            return True
-        of_routes = options.layout == "expert"  # elsewhere the copy takes longer than waiting for counts
-        bounded = options.sizes == "bounded" and options.strategy == "dedup"
-        return of_routes and bounded and self._is_eager
+        # In layouts of tokens the copy takes longer than waiting for counts.
+        of_routes = options.layout in ROUTE_LAYOUTS and options.sizes == "bounded" and options.strategy == "dedup"
+        is_sparse = options.layout == "slots" and self.bounded_rows(options) > SLOTS_ROOM * _even_rows(self._plan)
+        return of_routes and (self._is_eager or is_sparse)
 
     def gather(self, value_bytes: int, fields: Fields) -> SymmetricBuffer:
         """Where copy engines bring rows."""
@@ -495,7 +501,9 @@ class Buffers(DispatchCount):
         return self._has((self._data_layout, 1))
 
     def bounded_rows(self, options: DispatchOptions) -> int:
-        """Rows that a receive buffer must have for the capacity of a bounded dispatch in layout "expert", else 0."""
+        """Rows that a receive buffer must have for the capacity of a bounded dispatch in layouts of routes, else 0."""
+        if options.layout == "slots":
+            return self._plan.experts_per_rank * (options.capacity or self._plan.default_slots)
         if options.layout != "expert" or options.sizes != "bounded":
             return 0
         # Who rounds the worst case up to the alignment has a few rows more, that need no copy either.

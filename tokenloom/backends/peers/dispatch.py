@@ -21,7 +21,15 @@ from tokenloom.backends.peers.handle import (
     rows_without_sources,
 )
 from tokenloom.backends.peers.opening import Half, Launched, Launcher, require_no_host_read
-from tokenloom.backends.peers.prepared import PeerDispatch, SentDispatch, SharedByDirect, StagedDispatch, check
+from tokenloom.backends.peers.prepared import (
+    OUTPUT_WORDS,
+    PeerDispatch,
+    SentDispatch,
+    SharedByDirect,
+    StagedDispatch,
+    check,
+    scale_words,
+)
 from tokenloom.backends.seam import (
     DispatchKind,
     DispatchOptions,
@@ -35,8 +43,9 @@ from tokenloom.backends.seam import (
 )
 from tokenloom.errors import CapacityOverflow, InvalidArgument, TokenloomError
 from tokenloom.kernels.common import block_count_words
+from tokenloom.kernels.dispatch.launch import OUTPUTS
 from tokenloom.ops import routing
-from tokenloom.plan import Plan, align_up
+from tokenloom.plan import ROUTE_LAYOUTS, Plan, align_up
 from tokenloom.runtime.deferred_release import keep_until_idle
 from tokenloom.runtime.kernel_reports import HostCounts
 from tokenloom.runtime.telling import Telling
@@ -188,8 +197,8 @@ class DirectDispatch(PeerDispatch):
     """Dispatches of one kind whose rows go straight to their places in a receive buffer.
 
     Args:
-        capacity: places of the output in layouts "token" and "expert"; routes beyond it are dropped. None: as many as
-            the options and the buffers allow.
+        capacity: places of the output in layouts "token" and "expert", of each expert in layout "slots"; routes beyond
+            it are dropped. None: as many as the options and the buffers allow.
 
     Attributes:
         capacity: the same, filled in.
@@ -212,23 +221,28 @@ class DirectDispatch(PeerDispatch):
         self._buffers = buffers
         self._count = buffers if kind.width is None else buffers.narrow
         self.capacity = self._most_rows() if capacity is None else capacity
+        of_slots = options.layout == "slots"
         self.num_places = plan.worst_case_rows("rank") if options.layout == "rank" else self.capacity
+        if of_slots:
+            self.num_places *= plan.experts_per_rank
         # Senders drop by it what does not fit elsewhere, and leave a call without a word where it is exact.
         self.call_kind = self.call_kind.also("rows of the output", self.num_places)
-        self._buffer_rows = self.capacity if options.layout == "expert" else 0
+        self._buffer_rows = self.num_places if options.layout in ROUTE_LAYOUTS else 0
         results = ResultsLayout(
             plan,
             self.launcher,
             options,
             self.num_places,
-            {},
+            self._words_of_slots() if of_slots else {},
             with_weights=self.with_weights,
             with_scales=kind.brings_scales,
             dispatches=self._count,
         )
         # One for each of those that dispatches take turns in, with its rows; made when first used.
         self._received: list[tuple[ReceiveBuffer, torch.Tensor] | None] = [None] * RECEIVE_BUFFERS
-        self.prepare_kernels(results, self.num_places)
+        self.prepare_kernels(results, self.capacity if of_slots else self.num_places)
+        # What this layout does not have lies nowhere.
+        self._outputs = [results.at.get(OUTPUT_WORDS.get(name, ""), 0) for name in OUTPUTS] if of_slots else []
         self.kernel.args.stop_on_overflow = self.waits
         self.kernel.args.host_counts = shared.host_counts.address if self.waits else 0
         self.lends_early = self.waits and kind.output_owner == "if needed" and not (kind.split or kind.sent_ahead)
@@ -242,9 +256,19 @@ class DirectDispatch(PeerDispatch):
     def _most_rows(self) -> int:
         shared, options = self.shared, self.options
         room = shared.plan.worst_case_rows("token")
+        if options.layout == "slots":
+            assert options.capacity is not None, "users may leave it out, options do not"
+            return options.capacity
         if options.layout == "expert":
             room = max(shared.buffers.rows_for(self.kind.row_dtype), shared.buffers.bounded_rows(options))
         return room if options.capacity is None else min(options.capacity, room)
+
+    def _words_of_slots(self) -> dict[str, int]:
+        """Ranges of sources, and scales that do not lie beside rows, have words of their own."""
+        words = {"slot_ranges": 2 * self.plan.num_experts}
+        if self.kind.brings_scales and self.options.scale_layout != "rows":
+            words["scales"] = scale_words(self.plan, self.options, self.num_places)
+        return words
 
     def require_now(self) -> None:
         if self._wants_both_buffers and self._buffers.any_lent:
@@ -307,7 +331,9 @@ class DirectDispatch(PeerDispatch):
         num_tokens = tokens.x.shape[0]
         memory = shared.memory.take(results, num_tokens, stream)
         host_sequence = shared.host_counts.expect() if self.waits else 0
-        x, topk_ids = self.set_arguments(tokens, num_tokens, results, memory[2], host_sequence)
+        base = memory[2]
+        outputs = [base + at for at in self._outputs] if self._outputs else ()
+        x, topk_ids = self.set_arguments(tokens, num_tokens, results, base, host_sequence, *outputs)
         if self._gathers:
             self.kernel.args.gathered = shared.copies.gather(x, self.call_kind.fields_of(launcher.num_calls))
             stream = None  # copies take the slow path
@@ -339,6 +365,9 @@ class DirectDispatch(PeerDispatch):
             rows = self._owned(handle, rows, owner)
         if sent.out is not None:
             rows = handle.write_to(sent.out, rows)
+            if self._outputs and sent.out.tokens is not None:  # slots may be combined when their buffer is reused
+                handle.own_route_words()
+                handle.reused_after = None
         return handle, rows
 
     def _finish_exact(self, sent: SentDispatch) -> tuple[PeerHandle, torch.Tensor]:

@@ -254,10 +254,17 @@ class PeerHandle:
     def scales(self) -> torch.Tensor | None:
         if not self.results.with_scales:
             return None
-        if self.buffer is None:
-            found = self.results.scales(self._part("scales"))
-            return found if self.options.layout == "slots" else found[: self.num_places]
-        return self.buffer.scales.view(-1, self.results.scales_per_row)[: self.num_places]
+        results, of_slots = self.results, self.options.layout == "slots"
+        if self.buffer is None or self._has_scales_apart:
+            found = results.scales(self._part("scales"))
+            return found if of_slots else found[: self.num_places]
+        found = self.buffer.scales.view(-1, results.scales_per_row)[: self.num_places]
+        return found.view(results.plan.experts_per_rank, -1, results.scales_per_row) if of_slots else found
+
+    @property
+    def _has_scales_apart(self) -> bool:
+        """Whether rows came to a receive buffer, and their scales to its own words."""
+        return self.buffer is not None and "scales" in self.results.at
 
     @cached_property
     def slots(self) -> torch.Tensor:
@@ -454,11 +461,13 @@ class PeerHandle:
         Args:
             copy: of the scales, where they have places enough.
         """
-        scales, buffer = self.scales, self.buffer
+        buffer = self.buffer
+        scales = None if self._has_scales_apart else self.scales
         if num_places is not None:
             self.num_places = max(num_places, self.num_places)
         if scales is not None:
-            self.scales = copy(scales) if len(scales) >= self.num_places else copied_with_room(scales, self.num_places)
+            has_room = len(scales) >= self.num_places or self.options.layout == "slots"
+            self.scales = copy(scales) if has_room else copied_with_room(scales, self.num_places)
         self.reused_after = None
         self.__dict__.pop("pointers", None)
         if buffer is not None and (self.by_route or self.num_places <= buffer.num_rows):
@@ -475,7 +484,8 @@ class PeerHandle:
         buffer = self.buffer
         assert buffer is not None
         if isinstance(buffer, ReceiveBuffer):
-            _ = self.scales  # which stay where they are
+            if not self._has_scales_apart:
+                _ = self.scales  # which stay where they are
             self.buffer = buffer = buffer.copied()
             for name in BY_ROW:
                 self.__dict__.pop(name, None)
@@ -521,6 +531,7 @@ class PeerHandle:
             "source_counts": counts.source_counts,
             "expert_counts": counts.expert_counts,
             "expert_offsets": counts.expert_offsets,
+            "slot_ranges": counts.slot_ranges,
         }
         for name, value in results.items():
             target = getattr(out, name)

@@ -17,7 +17,6 @@ from tokenloom.backends.peers.buffers import (
     aligned,
     require_aligned,
     require_bulk,
-    sends_before_opening,
 )
 from tokenloom.backends.peers.copies import Copies
 from tokenloom.backends.peers.handle import COUNTS, PeerHandle, ResultsLayout, ResultsMemory
@@ -33,13 +32,7 @@ from tokenloom.runtime.symmetric_memory import SymmetricBuffer
 
 
 class StagingBuffers(Protocol):
-    """Where rows of staged dispatches arrive.
-
-    Attributes:
-        turns: regions that calls take turns in.
-    """
-
-    turns: int
+    """Where rows of staged dispatches arrive."""
 
     @property
     def fused(self) -> bool:
@@ -198,7 +191,7 @@ class PeerDispatch:
             return ""
         return "power of two" if self.options.power_of_two_scales else "any scale"
 
-    def variant(self, part: str, *, staged: bool = False, eager: bool = False) -> Variant:
+    def variant(self, part: str, *, staged: bool = False) -> Variant:
         """The form of the kernel; with ``split`` there are two, the halves."""
         options = self.options
         return DispatchVariant(
@@ -208,32 +201,29 @@ class PeerDispatch:
             quantize=self.quantize,
             strategy=options.strategy,
             staged=staged,
-            eager=eager,
             scale_layout=options.scale_layout,
             recipe=options.recipe,
             part=part,
         )
 
-    def prepare_kernels(
-        self, results: ResultsLayout, num_places: int, *, staged: bool = False, eager: bool = False
-    ) -> None:
+    def prepare_kernels(self, results: ResultsLayout, capacity: int, *, staged: bool = False) -> None:
         """Load the kernels, and write down the arguments that direct and staged ones share.
 
         Args:
-            results: places of the words that calls leave.
+            results: places of the words that calls leave. capacity: rows of the output, or of a slot.
         """
         self.results = results
-        self._write = (STAGED_FIELDS if staged else CALL_FIELDS).write
+        self._write = (STAGED_FIELDS if staged or self.options.layout == "slots" else CALL_FIELDS).write
         plan, launcher, shared = self.plan, self.launcher, self.shared
         parts = ("send", "receive") if self.kind.split else ("whole",)
-        variants = [self.variant(part, staged=staged, eager=eager) for part in parts]
+        variants = [self.variant(part, staged=staged) for part in parts]
         self.kernel, *rest = (launcher.new_kernel(variant) for variant in variants)
         self.receiving_kernel = rest[0] if rest else None
         args, control = self.kernel.args, launcher.control.layout
         args.done_flags, args.row_flags = control.offset("done_flags"), control.offset("row_flags")
         args.block_counts = shared.block_counts.data_ptr()
         args.call.block_flags = args.block_counts
-        args.max_tokens, args.capacity, args.alignment = plan.max_tokens_per_rank, num_places, self.options.alignment
+        args.max_tokens, args.capacity, args.alignment = plan.max_tokens_per_rank, capacity, self.options.alignment
         args.ids_are_int64 = self.kind.ids_dtype == torch.int64
         args.send_blocks = self.kernel.blocks
         if isinstance(variants[0], DispatchVariant):
@@ -246,7 +236,7 @@ class PeerDispatch:
 
         Args:
             results: places of the words that the call leaves. base: address of these.
-            outputs: addresses of OUTPUTS, of staged kernels.
+            outputs: addresses of OUTPUTS, of kernels that are staged or go to slots.
 
         Returns:
             x and topk_ids, or copies of them at addresses that the kernels take.
@@ -318,6 +308,12 @@ OUTPUT_WORDS = {
 """Parts of results that outputs other than rows are, by the names of arguments."""
 
 
+def scale_words(plan: Plan, options: DispatchOptions, places: int) -> int:
+    """Words of the scales of so many FP8 rows."""
+    scales = plan.scales_by(options.recipe)
+    return places * (-(-scales // 4) if options.scale_layout == "packed" else scales)
+
+
 class StagedDispatch(PeerDispatch):
     """Staged dispatches of one kind."""
 
@@ -327,14 +323,14 @@ class StagedDispatch(PeerDispatch):
         super().__init__(shared, kind, repeats, user_options)
         options = kind.options
         self.is_done_when_sent = not shared.checked
-        plan, layout, eager = shared.plan, options.layout, sends_before_opening(shared.plan)
+        plan, layout = shared.plan, options.layout
         rows = plan.worst_case_rows("token") if options.capacity is None else options.capacity
         self._places = plan.experts_per_rank * rows if layout == "slots" else rows
         self._hidden = plan.hidden
         self._further = self.further_words()
         self._with_scales = kind.brings_scales
         results = self._layout_of_results(self._with_scales)
-        self.prepare_kernels(results, rows, staged=True, eager=eager)
+        self.prepare_kernels(results, rows, staged=True)
         self._without_scales = self._layout_of_results(False) if self._with_scales else results
         at = self.results.at
         self._outputs = [at.get(OUTPUT_WORDS[name], 0) for name in OUTPUTS[1:]]
@@ -345,7 +341,7 @@ class StagedDispatch(PeerDispatch):
         args.peers = self._buffer.peers.data_ptr()
         for name in PARTS_OF_A_ROW:
             setattr(args, name, regions.offset(f"{name}0"))
-        args.turns, args.turn_bytes = shared.buffers.turns, regions.offset("rows1") - regions.offset("rows0")
+        args.turn_bytes = regions.offset("rows1") - regions.offset("rows0")
         args.stop_on_overflow, args.host_counts = False, 0
 
     def _layout_of_results(self, with_scales: bool) -> ResultsLayout:
@@ -359,8 +355,7 @@ class StagedDispatch(PeerDispatch):
         if self.with_weights:
             sizes["weights"] = received * plan.top_k
         if with_scales:
-            scales = plan.scales_by(options.recipe)
-            sizes["scales"] = self._places * (-(-scales // 4) if options.scale_layout == "packed" else scales)
+            sizes["scales"] = scale_words(plan, options, self._places)
         return ResultsLayout(
             plan,
             self.launcher,

@@ -20,7 +20,8 @@ struct DispatchArgs {
     int32 num_tokens;
     int32 host_sequence;
     // Staged: rows and all that comes with them arrive at the offsets below, by source and in its order, [W * M] each;
-    // row_places are then numbers within (source, expert). From there they go to tensors of this rank alone.
+    // row_places are then numbers within (source, expert). From there they go to tensors of this rank alone. What is sent
+    // directly to slots has the ranges, and the scales unless they lie by rows, from here too.
     void* out_rows;        // in the layout's order
     void* out_scales;      // Shape::scale_layout
     int32* out_ids;        // [R][K]; R is dense, or that of layout rank
@@ -43,7 +44,7 @@ struct DispatchArgs {
     uint64 row_places;    // int32 [W * M][K] place of each route (layout expert)
     uint64 row_tokens;    // int32 [W * M] the token at home that a received row is (all layouts but rank)
     uint64 region_bytes;  // from anything in the first region to the same in the second
-    uint64 turn_bytes;    // staged: from one region to the next
+    uint64 turn_bytes;    // staged: from one of kTurns regions to the next
     int32* block_counts;  // device memory: see count_routes.cuh. Its second flags: this block has written its slots
     int32* host_counts;   // null, or in pinned host memory: host_sequence, then these four, before rows are here
     int32 max_tokens;     // M
@@ -51,7 +52,6 @@ struct DispatchArgs {
     int32 alignment;
     int32 ids_are_int64;
     int32 stop_on_overflow;  // exact sizes: send nothing if anything would be dropped
-    int32 turns;             // staged: regions that calls take turns in by their epochs, a power of two
     int32 send_blocks;       // of the kernel that sends, on all ranks
     int32 peer_blocks;       // direct: the first so many blocks send to other ranks, before they join the others
 };
@@ -69,4 +69,14 @@ struct Places {
     static constexpr bool kDirect = kOfRoutes && !kStaged;  // the sender knows the places of routes
     static constexpr bool kFixed = Shape::layout == kLayoutRank || kStaged;  // of rows, as they arrive
     static constexpr int32 kDropped = 0x7fffffff;
+
+    // Routes with places from here on were dropped.
+    static __device__ __forceinline__ int32 end(const DispatchArgs& args) {
+        return Shape::layout == kLayoutSlots ? kDropped : args.capacity;
+    }
+
+    // Layout slots: the place of a route, which has this number among those of a local expert.
+    static __device__ __forceinline__ int32 slot(const DispatchArgs& args, int32 expert, int32 number) {
+        return number < args.capacity ? expert * args.capacity + number : kDropped;
+    }
 };

@@ -8,13 +8,13 @@
 //     sending warps take token after token: stream its row, or quantise it, to all of its destinations,     (send.cuh)
 //                   with ids, weights and scales
 //     all blocks    say so to all ranks; block 0 waits for all ranks' blocks
-//   layout expert, peer blocks
+//   layouts expert, slots: peer blocks
 //     sending warps the same, to other ranks only; of rows that are quantised, also what stays
 //     notify warp   raises a flag per row that has been sent
 //     all warps     do as other blocks do, once all that this block has sent is there
-//   layout expert, other blocks
+//   layouts expert, slots: other blocks
 //     sending warps put this rank's own rows in their places, if no other block has; then fill
-//     other warps   clear the padding, then fill: copy each row that arrives to its further places
+//     other warps   clear the padding of layout expert, then fill: copy each row that arrives to its further places
 //                                                                                              (padding.cuh, fill.cuh)
 //   last block out  advances the epoch; if the call was refused or a wait has expired, it makes the results say so
 //
@@ -31,11 +31,12 @@
 template <class Shape>
 __device__ __forceinline__ void clear(const DispatchArgs& args, const DispatchShared<Shape>& shared, int warp,
                                       int num_warps, int lane) {
+    if constexpr (Shape::layout == kLayoutSlots) return;  // places beyond the count are unspecified
     clear_padding<Shape>(args, shared.route, shared.data.template local<unsigned char>(args.call.rank, args.rows),
                          shared.data.template local<float>(args.call.rank, args.row_scales), warp, num_warps, lane);
 }
 
-// Layout expert: what this block has to do for other ranks and for this one. An SM that sends into a full link has
+// Layouts expert and slots: what this block has to do for other ranks and for this one. An SM that sends into a full link has
 // little of its path to memory left for anything else, so blocks do one or the other. False in warps that saw a wait
 // expire.
 template <class Shape>
@@ -100,7 +101,7 @@ __device__ bool dispatch_rows(const DispatchArgs& args, Turn turn) {
     }
     find_slots<Shape>(args, route, shared.running, chunk, turn);  // while counts of other ranks are on their way
     int32* places = args.slots + static_cast<int64>(args.num_tokens) * Shape::num_ranks;
-    if constexpr (Shape::layout == kLayoutExpert) find_places<Shape>(args, route, shared.running, chunk, places);
+    if constexpr (Places<Shape>::kDirect) find_places<Shape>(args, route, shared.running, chunk, places);
     fence_shared_to_bulk();  // the rings take over the memory of the running counts
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -127,7 +128,7 @@ __device__ bool dispatch_rows(const DispatchArgs& args, Turn turn) {
     if (!all_fit && args.stop_on_overflow) return true;
 
     bool done = true;  // what this thread's warp had to do
-    if constexpr (Shape::layout == kLayoutExpert) {
+    if constexpr (Places<Shape>::kDirect) {
         done = send_and_fill<Shape>(args, shared, places, turn, chunk, warp, lane);
     } else {
         done = send_rows<Shape>(args, shared, ToRanks<Shape>{args, shared, places, turn}, chunk, epoch, warp, lane);
@@ -162,7 +163,7 @@ __device__ bool receive_rows(const DispatchArgs& args, Turn turn) {
         shared.data.bases[threadIdx.x] = args.peers[threadIdx.x] + counts.region(threadIdx.x) * args.region_bytes;
     }
     find_bases<Shape>(args, shared.route, counts);
-    if constexpr (Shape::layout == kLayoutExpert) {
+    if constexpr (Places<Shape>::kDirect) {
         constexpr int kWarps = Shape::threads / 32;
         const int lane = threadIdx.x % 32;
         clear<Shape>(args, shared, blockIdx.x * kWarps + threadIdx.x / 32, gridDim.x * kWarps, lane);

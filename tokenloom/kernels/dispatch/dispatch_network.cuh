@@ -32,7 +32,7 @@ __device__ bool send_to_nodes(const DispatchNetworkArgs& args, NetworkShared<Sha
     const Chunk chunk = chunk_of(args.num_tokens, blockIdx.x);
     const Turn neighbours = near<Shape::node_ranks>(turn, args.call.rank);
     const uint64 packed =
-        rail.base + rail.region(rail.put_from, turn.epoch & (args.turns - 1), 0);
+        rail.base + rail.region(rail.put_from, turn.epoch % kTurns, 0);
     if (warp == 0) shared.progress.clear(lane);
     if (warp < shared.kRings) DispatchShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
     if (threadIdx.x < Shape::num_ranks) route.row_base[threadIdx.x] = args.call.rank * args.max_tokens;

@@ -2,7 +2,7 @@
 // rank, to its places. No count has to be known before rows leave.
 //
 //   all blocks      count the routes of their chunk; the last block announces the call, with the totals    (route.cuh)
-//   eager           regions take turns by four, so nobody waits; else all wait until all ranks have opened the call
+//                   regions take turns by four, so nobody waits
 //   sending warps   take token after token: stream its row, or quantise it, to each rank, with ids, weights,
 //                   scales, and its number among the routes of each expert from here                        (send.cuh)
 //   all blocks      say so to all ranks
@@ -25,7 +25,7 @@ struct StagedShared {
 };
 
 __device__ __forceinline__ uint64 turn_offset(const DispatchArgs& args, uint32 epoch) {
-    return (epoch & (args.turns - 1)) * args.turn_bytes;
+    return epoch % kTurns * args.turn_bytes;
 }
 
 // False, in any thread: the dispatch does not take place, or not all of it.
@@ -50,10 +50,6 @@ __device__ bool send_staged(const DispatchArgs& args, DispatchShared<Shape>& sha
         for (int i = threadIdx.x; i < kCounts; i += Shape::threads)
             route.header[kHeaderWords + i] = route.before[i] + route.chunk[i];
         announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, kCounts, route.header);
-    }
-    if constexpr (Shape::eager == 0) {  // what is wrong is said where rows are received
-        const Opened opened = await_call<Shape::num_ranks, kCounts, false>(args.call, turn);
-        if (opened != Opened::kGo) return opened == Opened::kRefused;
     }
     find_slots<Shape>(args, route, shared.running, chunk, turn);
     int32* places = args.slots + static_cast<int64>(args.num_tokens) * Shape::num_ranks;

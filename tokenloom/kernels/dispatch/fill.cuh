@@ -1,11 +1,11 @@
-// Layout expert: the places of further routes.
+// Layouts expert and slots: the places of further routes.
 #pragma once
 #include "device/tile/rows.cuh"
-#include "kernels/dispatch/shared.cuh"
+#include "kernels/dispatch/scales.cuh"
 
-// Layout expert: every row from another rank that has several routes here goes to their places too, as soon as it has
-// arrived; by all_gather, to all of its places, once its ids are here; by all_to_all it is only waited for. (Rows of
-// this rank itself go to all of their places at once.)
+// Every row from another rank that has several routes here goes to their places too, as soon as it has arrived; by
+// all_gather, to all of its places, once its ids are here; by all_to_all it is only waited for. Scales that do not lie
+// beside rows are laid for all places. (Rows of this rank itself go to all of their places at once.)
 // Warps claim groups of rows in the order in which sources send them, sources in turn.
 template <class Shape>
 __device__ bool fill_further_places(const DispatchArgs& args, const DispatchShared<Shape>& shared, uint32 epoch,
@@ -39,21 +39,23 @@ __device__ bool fill_further_places(const DispatchArgs& args, const DispatchShar
         }
         if (!__all_sync(~0u, here)) return false;
         __syncwarp();
-        const uint32 fitting = __ballot_sync(~0u, place >= 0 && place < args.capacity);
+        const uint32 fitting = __ballot_sync(~0u, place >= 0 && place < Places<Shape>::end(args));
         for (int j = 0; j < kGroup; ++j) {
             const uint32 of_row = fitting & (0xffffffffu >> (32 - Shape::top_k)) << (j * Shape::top_k);
             const uint32 further = Shape::strategy == kAllToAll ? 0 : kGathered ? of_row : of_row & (of_row - 1);
-            if (further == 0) continue;
+            if ((kLaysScales<Shape> ? of_row : further) == 0) continue;
             const int64 first = of_lane(place, of_row);
             const unsigned char* from = rows + first * Shape::row_bytes;
             if constexpr (kGathered)
                 from = static_cast<const unsigned char*>(args.gathered) +
                        (static_cast<int64>(source) * args.max_tokens + of_lane(token, of_row)) * Shape::row_bytes;
             [[maybe_unused]] RowScales<Shape> its_scales;
-            if constexpr (Shape::scales_per_row > 0) its_scales.load(scales + first * Shape::scales_per_row, lane);
+            if constexpr (kLaysScales<Shape>)
+                spread_scales<Shape>(args, scales + first * Shape::scales_per_row, place, of_row, lane);
+            else if constexpr (Shape::scales_per_row > 0) its_scales.load(scales + first * Shape::scales_per_row, lane);
             copy_row<Shape::row_bytes>(
                 from, reinterpret_cast<uint64>(rows) + static_cast<int64>(place) * Shape::row_bytes, further, lane);
-            if constexpr (Shape::scales_per_row > 0) {
+            if constexpr (Shape::scales_per_row > 0 && !kLaysScales<Shape>) {
                 for (uint32 rest = further; rest != 0; rest &= rest - 1)
                     its_scales.store(scales + static_cast<int64>(of_lane(place, rest)) * Shape::scales_per_row, lane);
             }

@@ -35,7 +35,7 @@ from tokenloom.kernels.common.sharing import (
     SEND_US,
     STORE_GB_PER_S,
 )
-from tokenloom.plan import DISPATCH_STRATEGIES, Plan
+from tokenloom.plan import DISPATCH_STRATEGIES, ROUTE_LAYOUTS, Plan
 
 SEND_WARPS = 8
 """Warps of a block that stream rows. Their rings share the memory of an SM."""
@@ -48,7 +48,7 @@ and a row takes each of them the same time, however many there are."""
 STAGED_WARPS = 16
 """Warps of a block that copies rows to their places when they have come. The first of them send."""
 SCALE_LAYOUTS = {"rows": 0, "columns": 1, "packed": 2}
-"""How scales lie; ScaleLayout of spread.cuh."""
+"""How scales lie; ScaleLayout of scales.cuh."""
 DISPATCH_LAYOUTS = {**LAYOUTS, "slots": 3}
 """Numbers of layouts; combine knows "slots" as "expert"."""
 QUANTIZE = {"": 0, "any scale": 1, "power of two": 2}
@@ -58,7 +58,7 @@ QUANTIZE = {"": 0, "any scale": 1, "power of two": 2}
 RESULTS = ("slots", "all_counts", "num_rows", "source_counts", "expert_counts", "expert_offsets")
 """Addresses of what every dispatch leaves beside rows, as its arguments name them."""
 OUTPUTS = ("out_rows", "out_scales", "out_ids", "out_weights", "out_places", "out_tokens", "slot_ranges")
-"""Addresses of the outputs of a staged dispatch."""
+"""Addresses of the outputs of a staged dispatch. What goes straight to slots has scales and ranges of these."""
 
 
 class DispatchArgs(ctypes.Structure):
@@ -72,14 +72,14 @@ class DispatchArgs(ctypes.Structure):
         *uint64_fields("gathered", "done_flags", "row_flags"),
         *uint64_fields("peers", "rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens"),
         *uint64_fields("region_bytes", "turn_bytes", "block_counts", "host_counts"),
-        *int32_fields("max_tokens", "capacity", "alignment", "ids_are_int64", "stop_on_overflow", "turns"),
+        *int32_fields("max_tokens", "capacity", "alignment", "ids_are_int64", "stop_on_overflow"),
         *int32_fields("send_blocks", "peer_blocks"),
     ]
 
 
 _ANEW = ("x", "scales", "topk_ids", "topk_weights", *RESULTS, "num_tokens", "host_sequence")
 CALL_FIELDS, STAGED_FIELDS = FieldsAtOnce(DispatchArgs, *_ANEW), FieldsAtOnce(DispatchArgs, *_ANEW, *OUTPUTS)
-"""What every dispatch is told anew, and every staged one."""
+"""What every dispatch is told anew, and every one that is staged or goes to slots."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class DispatchVariant(SharesWork):
         quantize: "" sends rows as they are. "any scale" and "power of two" make FP8 of them on the way.
         strategy: what carries rows, of :data:`tokenloom.plan.DISPATCH_STRATEGIES`. Other than "dedup" for layout
             "expert" only; "all_gather" for rows without scales only.
-        staged: rows arrive by source, and are copied to their places from there; layout "expert" with strategy
-            "dedup", always layout "slots", and between nodes any layout.
-        eager: staged rows leave before all ranks have opened the call, to one of :data:`TURNS` regions.
+        staged: rows leave before all ranks have opened the call, to one of :data:`TURNS` regions. They arrive by
+            source, and are copied to their places from there. Layouts "expert" with strategy "dedup" and "slots", and
+            between nodes any layout.
         scale_layout: "rows"; in layout "slots" also "columns" or "packed".
         recipe: which values of FP8 rows share a scale, of :data:`tokenloom.plan.RECIPES`.
         part: "whole", or the half of a call that "send" or "receive" is.
@@ -108,7 +108,6 @@ class DispatchVariant(SharesWork):
     quantize: str = ""
     strategy: str = "dedup"
     staged: bool = False
-    eager: bool = False
     scale_layout: str = "rows"
     recipe: str = "block"
     part: str = "whole"
@@ -127,7 +126,7 @@ class DispatchVariant(SharesWork):
     def work(self) -> Work | None:
         if self.staged:
             return None
-        plan, of_routes = self.plan, self.layout == "expert"
+        plan, of_routes = self.plan, self.layout in ROUTE_LAYOUTS
         ranks, to_peers = plan.num_ranks, 1 - 1 / plan.num_ranks
         rows = ranks_of_token(ranks, plan.top_k)  # of a token, one for each rank that it goes to
         routes = plan.top_k * to_peers  # to other ranks
@@ -145,7 +144,7 @@ class DispatchVariant(SharesWork):
     def __str__(self) -> str:
         rows = f"{short_name(self.x_dtype)} to fp8, {self.quantize}" if self.quantize else short_name(self.x_dtype)
         words = [f"layout {self.layout}", self.strategy, rows]
-        words += [word for word in ("staged", "eager") if getattr(self, word)]
+        words += ["staged"] * self.staged
         words += [f"{self.recipe} scales"] * (self.recipe != "block")
         words += [word for word in (self.scale_layout, self.part) if word not in ("rows", "whole")]
         return f"dispatch, {describe(self.plan)}, {', '.join(words)}"
@@ -159,7 +158,7 @@ class DispatchVariant(SharesWork):
         Raises:
             InvalidArgument: counts of so many experts leave no shared memory for rows.
         """
-        plan, of_routes = self.plan, self.layout in ("expert", "slots")
+        plan, of_routes = self.plan, self.layout in ROUTE_LAYOUTS
         direct, receives = of_routes and not self.staged, self.part == "receive"
         row_bytes = plan.hidden * self.row_dtype.itemsize
         send_warps = SEND_WARPS if not self.quantize else QUANTIZE_WARPS - 1 if direct else QUANTIZE_WARPS
@@ -203,7 +202,6 @@ class DispatchVariant(SharesWork):
             "layout": DISPATCH_LAYOUTS[self.layout],
             "strategy": DISPATCH_STRATEGIES.index(self.strategy),
             "staged": int(self.staged),
-            "eager": int(self.eager),
             "part": PARTS[self.part],
             "threads": 32 * warps,
             "send_warps": send_warps,

@@ -51,7 +51,6 @@ class DispatchNetworkVariant:
             x_dtype=self.x_dtype,
             quantize=self.quantize,
             staged=True,
-            eager=True,
             scale_layout=self.scale_layout,
             recipe=self.recipe,
             part=self.part,

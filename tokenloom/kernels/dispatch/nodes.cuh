@@ -160,7 +160,7 @@ __device__ void put_chunks(const DispatchNetworkArgs& args, NodesShared<Shape>& 
     const Rail& rail = args.rail;
     const int own = Rows::node_of(args.call.rank), node = threadIdx.x;
     if (node >= Rows::kNodes || node == own) return;
-    const int part = turn.epoch & (args.turns - 1), peer = node * Shape::node_ranks + args.call.rank % Shape::node_ranks;
+    const int part = turn.epoch % kTurns, peer = node * Shape::node_ranks + args.call.rank % Shape::node_ranks;
     const uint64 from = rail.region(rail.put_from, part, node);
     const uint64 to = rail.region(rail.put_to, part, own);
     const int32 rows = reinterpret_cast<const int32*>(rail.base + from)[Rows::kCountWord];
@@ -239,7 +239,7 @@ __device__ bool forward_rows(const DispatchNetworkArgs& args, const DispatchShar
         const int node = (own + step) % Rows::kNodes;
         const int source = node * Shape::node_ranks + args.call.rank % Shape::node_ranks;
         const auto* region = reinterpret_cast<const unsigned char*>(
-            rail.base + rail.region(rail.put_to, turn.epoch & (args.turns - 1), node));
+            rail.base + rail.region(rail.put_to, turn.epoch % kTurns, node));
         const auto* header = reinterpret_cast<const int32*>(region);
         int32* slots = args.forwarded_slots + static_cast<int64>(node) * args.max_tokens * Shape::node_ranks;
         for (int c = 0; c < rail.chunks; ++c) {

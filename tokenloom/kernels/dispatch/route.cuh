@@ -17,7 +17,8 @@ struct RouteShared {
     int32 received[Shape::num_ranks];        // how many do
     int32 needed[Shape::num_ranks];          // rows that rank r, or in layout slots its fullest expert, needs
     int32 expert_total[Shape::num_experts];  // routes of all ranks
-    int32 place_base[Places<Shape>::kDirect ? Shape::num_experts : 1];  // first place of this source's routes
+    // Where this source's routes begin: their first place, or in layout slots the routes of the sources before.
+    int32 place_base[Places<Shape>::kDirect ? Shape::num_experts : 1];
     // First place of each of this rank's experts, and where the last one's end (layout expert).
     int32 own_start[Places<Shape>::kOfRoutes ? Shape::experts_per_rank + 1 : 1];
 };
@@ -59,7 +60,8 @@ __device__ void find_starts(const DispatchArgs& args, RouteShared<Shape>& shared
         }
         const int32 begin = start + end - padded;
         if (l < kExperts) {
-            if constexpr (Places<Shape>::kDirect) shared.place_base[rank * kExperts + l] += begin;
+            if constexpr (Shape::layout == kLayoutExpert && Places<Shape>::kDirect)
+                shared.place_base[rank * kExperts + l] += begin;
             if (rank == args.call.rank) shared.own_start[l] = begin;
         }
         start += __shfl_sync(~0u, end, 31);
@@ -73,7 +75,16 @@ __device__ void find_starts(const DispatchArgs& args, RouteShared<Shape>& shared
     if (lane == 0) shared.needed[rank] = Shape::layout == kLayoutSlots ? most : start;
 }
 
-// Prefix sums over all ranks' counts. Every block makes them, and so knows the place of each of its rows.
+// Layout slots: what a source has of the places of a local expert, of whose routes [begin, end) are its own.
+template <class Shape>
+__device__ __forceinline__ void publish_range(const DispatchArgs& args, int expert, int source, int32 begin, int32 end) {
+    int32* range = args.slot_ranges + 2 * (expert * Shape::num_ranks + source);
+    range[0] = min(begin, args.capacity);
+    range[1] = min(end, args.capacity) - range[0];
+}
+
+// Prefix sums over all ranks' counts. Every block makes them, and so knows the place of each of its rows. Block 0 also
+// writes down the ranges of layout slots.
 template <class Shape>
 __device__ void find_bases(const DispatchArgs& args, RouteShared<Shape>& shared, const AllCounts<Shape>& counts) {
     if (threadIdx.x < Shape::num_ranks) {
@@ -93,7 +104,10 @@ __device__ void find_bases(const DispatchArgs& args, RouteShared<Shape>& shared,
         int32 base = 0, total = 0;
         for (int s = 0; s < Shape::num_ranks; ++s) {
             if (s == args.call.rank) base = total;
+            const int32 begin = total;
             total += counts.routes(s, e);
+            if (Shape::layout == kLayoutSlots && blockIdx.x == 0 && e / Shape::experts_per_rank == args.call.rank)
+                publish_range<Shape>(args, e % Shape::experts_per_rank, s, begin, total);
         }
         shared.expert_total[e] = total;
         if constexpr (Places<Shape>::kDirect) shared.place_base[e] = base;

@@ -1,7 +1,7 @@
 // The sending warps: token after token to all of its destinations. And what the notify warp says of them.
 #pragma once
 #include "device/tile/fp8.cuh"
-#include "kernels/dispatch/shared.cuh"
+#include "kernels/dispatch/scales.cuh"
 
 // The routes of one token: lane k has the k-th.
 struct TokenRoutes {
@@ -56,10 +56,14 @@ __device__ __forceinline__ TokenRoutes routes_of(const DispatchArgs& args, const
     if (routes.rank >= 0) {
         routes.row = route.row_base[routes.rank] + slot;
         routes.place = Places<Shape>::kOfRoutes ? loads.place : routes.row;
-        if constexpr (Places<Shape>::kDirect) routes.place += route.place_base[routes.expert];
+        if constexpr (Places<Shape>::kDirect) {
+            routes.place += route.place_base[routes.expert];
+            if constexpr (Shape::layout == kLayoutSlots)
+                routes.place = Places<Shape>::slot(args, routes.expert % Shape::experts_per_rank, routes.place);
+        }
     }
     routes.same_rank = __match_any_sync(~0u, routes.rank);
-    const bool fits = routes.place >= 0 && (Places<Shape>::kFixed || routes.place < args.capacity);
+    const bool fits = routes.place >= 0 && (Places<Shape>::kFixed || routes.place < Places<Shape>::end(args));
     const bool first = (routes.same_rank & __ballot_sync(~0u, fits) & ((1u << lane) - 1)) == 0;
     const bool is_own = Places<Shape>::kDirect && routes.rank == args.call.rank;  // goes to all of its places
     routes.is_target = fits && (is_own || Shape::strategy == kAllToAll || (Shape::strategy == kDedup && first));
@@ -156,7 +160,7 @@ struct TokenSource {
     }
 };
 
-// Layout expert: the other destinations of a token hear that its rows are here.
+// Layouts expert and slots: the other destinations of a token hear that its rows are here.
 template <class Shape>
 __device__ void notify_row(const DispatchArgs& args, const DispatchShared<Shape>& shared, uint32 epoch,
                                 int64 token) {
@@ -189,7 +193,21 @@ struct ToRanks {
     __device__ __forceinline__ void send_rest(int32 token, int lane) {
         routes = only<kSent>(routes_of<Shape>(args, shared.route, loads, turn, lane), args.call.rank);
         send_metadata<Shape>(args, shared, routes, token, args.topk_weights != nullptr, lane);
-        if constexpr (kBringsScales<Shape>) send_scales<Shape>(args, shared, routes, loads.scales, lane);
+        if constexpr (kBringsScales<Shape> && kLaysScales<Shape> && kSent == Sent::kOwn)
+            spread_scales<Shape>(args, args.scales + static_cast<int64>(token) * Shape::scales_per_row, routes.place,
+                                 __ballot_sync(~0u, routes.is_target), lane);
+        else if constexpr (kBringsScales<Shape>) send_scales<Shape>(args, shared, routes, loads.scales, lane);
+    }
+
+    // Scales that do not lie beside rows, of a row that stays and that this warp has quantised: it has written them beside
+    // each place of the row.
+    __device__ __forceinline__ void lay_own_scales(int lane) const {
+        const uint32 own = __ballot_sync(~0u, routes.is_target && routes.rank == args.call.rank);
+        if (own == 0) return;
+        __syncwarp();  // other lanes have written them
+        const auto* scales = shared.data.template local<const float>(args.call.rank, args.row_scales);
+        spread_scales<Shape>(args, scales + static_cast<int64>(of_lane(routes.place, own)) * Shape::scales_per_row,
+                             routes.place, own, lane);
     }
 
     __device__ __forceinline__ bool is_target() const { return routes.is_target; }
@@ -270,6 +288,7 @@ __device__ bool send_rows(const DispatchArgs& args, DispatchShared<Shape>& share
             more = begin(following);
             if (more) way.load(following, lane);
             if constexpr (!kRowsFollow) quantize_token<Shape>(way, row_of(token), target(), lane);
+            if constexpr (kLaysScales<Shape>) way.lay_own_scales(lane);
             if (kReports) shared.progress.report(warp, row + 1, lane);
         }
     }

@@ -29,22 +29,3 @@ struct DispatchShared {
     Progress<Shape::send_warps> progress;
     RouteShared<Shape> route;
 };
-
-// A row's scales, each lane's part of them.
-template <class Shape>
-struct RowScales {
-    static constexpr int kOfLane = Shape::scales_per_row > 0 ? (Shape::scales_per_row + 31) / 32 : 1;
-    float values[kOfLane];
-
-    __device__ __forceinline__ void load(const float* from, int lane) {
-#pragma unroll
-        for (int i = 0; i < kOfLane; ++i)
-            if (lane + 32 * i < Shape::scales_per_row) values[i] = from[lane + 32 * i];
-    }
-
-    __device__ __forceinline__ void store(float* to, int lane) const {
-#pragma unroll
-        for (int i = 0; i < kOfLane; ++i)
-            if (lane + 32 * i < Shape::scales_per_row) to[lane + 32 * i] = values[i];
-    }
-};

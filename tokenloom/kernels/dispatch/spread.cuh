@@ -2,9 +2,7 @@
 #pragma once
 #include "device/tile/rows.cuh"
 #include "kernels/dispatch/results.cuh"
-
-// How the scales of FP8 rows lie where they go.
-enum ScaleLayout : int { kScaleRows = 0, kScaleColumns = 1, kScalePacked = 2 };
+#include "kernels/dispatch/scales.cuh"
 
 template <class Shape>
 struct SpreadShared {
@@ -19,13 +17,7 @@ __device__ void find_source_bases(const DispatchArgs& args, SpreadShared<Shape>&
         int32 base = 0;
         for (int s = 0; s < Shape::num_ranks; ++s) {
             spread.source_base[s][l] = base;
-            const int32 end = base + counts.routes(s, first + l);
-            if (Shape::layout == kLayoutSlots && blockIdx.x == 0) {
-                int32* range = args.slot_ranges + 2 * (l * Shape::num_ranks + s);
-                range[0] = min(base, args.capacity);
-                range[1] = min(end, args.capacity) - range[0];
-            }
-            base = end;
+            base += counts.routes(s, first + l);
         }
     }
     __syncthreads();
@@ -48,33 +40,6 @@ struct ReceivedRows {
         return static_cast<int64>(source) * args.max_tokens + (row - route.received_base[source]);
     }
 };
-
-// The scales of one row, for the place of each lane in the mask.
-template <class Shape>
-__device__ __forceinline__ void spread_scales(const DispatchArgs& args, const float* from, int32 place, uint32 places,
-                                              int lane) {
-    constexpr int kScales = Shape::scales_per_row, kWords = (kScales + 3) / 4;
-    for (uint32 rest = places; rest != 0; rest &= rest - 1) {
-        const int64 to = of_lane(place, rest);
-        const int64 slot = to % args.capacity, column = to / args.capacity * args.capacity;  // columns: of this expert
-        if constexpr (Shape::scale_layout == kScaleRows) {
-            for (int i = lane; i < kScales; i += 32) static_cast<float*>(args.out_scales)[to * kScales + i] = from[i];
-        } else if constexpr (Shape::scale_layout == kScaleColumns) {
-            for (int i = lane; i < kScales; i += 32)
-                static_cast<float*>(args.out_scales)[column * kScales + i * static_cast<int64>(args.capacity) + slot] =
-                    from[i];
-        } else {
-            for (int i = lane; i < kWords; i += 32) {
-                uint32 word = 0;
-#pragma unroll
-                for (int b = 0; b < 4; ++b)
-                    if (4 * i + b < kScales) word |= (__float_as_uint(from[4 * i + b]) >> 23 & 0xff) << (8 * b);
-                static_cast<uint32*>(args.out_scales)[column * kWords + i * static_cast<int64>(args.capacity) + slot] =
-                    word;
-            }
-        }
-    }
-}
 
 // All warps of all blocks, layouts rank and token: every received row, with all that came with it, to its place, which in
 // layout rank has the number that it arrived with.
@@ -128,15 +93,12 @@ __device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& 
             if (args.out_weights != nullptr) args.out_weights[route_to] = weights[route_from];
             if (expert >= 0) {
                 const int32 number = spread.source_base[rows.source][expert] + numbers[route_from];
-                if constexpr (Shape::layout == kLayoutSlots)
-                    place = number < args.capacity ? expert * args.capacity + number : To::kDropped;
-                else place = route.own_start[expert] + number;
+                place = Shape::layout == kLayoutSlots ? To::slot(args, expert, number) : route.own_start[expert] + number;
             }
             args.out_places[route_to] = place;
         }
         if (lane == 0) args.out_tokens[row] = tokens[from];
-        const int32 end = Shape::layout == kLayoutSlots ? To::kDropped : args.capacity;
-        const uint32 kept = __ballot_sync(~0u, place >= 0 && place < end);
+        const uint32 kept = __ballot_sync(~0u, place >= 0 && place < To::end(args));
         copy_row<Shape::row_bytes>(staged(args.rows) + from * Shape::row_bytes,
                                    out + static_cast<int64>(place) * Shape::row_bytes, kept, lane);
         if constexpr (Shape::scales_per_row > 0)
