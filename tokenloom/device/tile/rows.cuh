@@ -26,12 +26,14 @@ __device__ __forceinline__ T of_lane(T value, uint32 lanes) {
     return __shfl_sync(~0u, value, __ffs(lanes) - 1);
 }
 
-// Copies one row to the targets of all lanes in the mask. A lane has up to kMostSteps loads in flight.
+// Copies one row to the targets of all lanes in the mask, or its tiles from `begin` to `end`, where warps share it. A lane has
+// up to kMostSteps loads in flight.
 template <int kRowBytes, int kMostSteps = 14>
-__device__ __forceinline__ void copy_row(const unsigned char* from, uint64 target, uint32 targets, int lane) {
+__device__ __forceinline__ void copy_row(const unsigned char* from, uint64 target, uint32 targets, int lane,
+                                         int begin = 0, int end = Tiles<kRowBytes / 16, kMostSteps>::kCount) {
     using Row = Tiles<kRowBytes / 16, kMostSteps>;
 #pragma unroll 1
-    for (int tile = 0; tile < Row::kCount; ++tile) {
+    for (int tile = begin; tile < end; ++tile) {
         Vec16 units[Row::kSteps];
         int index;
 #pragma unroll

@@ -158,17 +158,39 @@ __device__ void find_slots(const DispatchArgs& args, RouteShared<Shape>& shared,
 
 // Layouts expert and slots: places[t][k] for the tokens of this chunk, in the order (token, k) within the routes of this
 // source to each expert. What is sent directly adds where those begin (place_base).
-// Each warp takes a contiguous part of a tile's routes: it counts them first, then ranks equal experts lane by lane.
+// Each warp takes a contiguous part of a tile's routes: it counts them first, then ranks equal experts lane by lane. Few
+// routes are ranked by one warp, which takes less than to count for it.
 template <class Shape>
 __device__ void find_places(const DispatchArgs& args, RouteShared<Shape>& shared, RunningCounts<Shape>& running,
                             Chunk chunk, int32* places) {
     constexpr int kWarps = RunningCounts<Shape>::kPlaceWarps;
-    constexpr int kRoutesOfWarp = 32 * Shape::top_k;
+    constexpr int kRoutesOfWarp = 32 * Shape::top_k, kFew = 96;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int64 begin = static_cast<int64>(chunk.begin) * Shape::top_k;
     const int64 end = static_cast<int64>(chunk.end) * Shape::top_k;
+    const auto rank_routes = [&](int64 first, int routes, int32* next_of) {  // one warp
+        for (int i = lane; i < routes; i += 32) {
+            const int32 expert = first + i < end ? expert_of<Shape>(args, first + i) : -1;
+            const uint32 same = __match_any_sync(~0u, expert);
+            const int32 earlier = __popc(same & ((1u << lane) - 1));
+            const int32 next = expert >= 0 ? next_of[expert] : 0;
+            __syncwarp();
+            if (expert >= 0) {
+                if (earlier == 0) next_of[expert] = next + __popc(same);
+                places[first + i] = next + earlier;
+            } else if (first + i < end) {
+                places[first + i] = -1;
+            }
+            __syncwarp();
+        }
+    };
+    if (end - begin <= kFew) {
+        if (warp == 0) rank_routes(begin, kFew, shared.before + Shape::num_ranks);
+        return;
+    }
     const bool takes_part = warp < kWarps;
     int32* counts = running.routes[takes_part ? warp : 0];
-    for (int64 tile = static_cast<int64>(chunk.begin) * Shape::top_k; tile < end; tile += kWarps * kRoutesOfWarp) {
+    for (int64 tile = begin; tile < end; tile += kWarps * kRoutesOfWarp) {
         const int64 first = tile + warp * kRoutesOfWarp;
         for (int e = threadIdx.x; e < kWarps * Shape::num_experts; e += Shape::threads)
             running.routes[e / Shape::num_experts][e % Shape::num_experts] = 0;
@@ -188,20 +210,7 @@ __device__ void find_places(const DispatchArgs& args, RouteShared<Shape>& shared
             shared.before[Shape::num_ranks + e] = next;
         }
         __syncthreads();
-        for (int i = lane; takes_part && i < kRoutesOfWarp; i += 32) {
-            const int32 expert = first + i < end ? expert_of<Shape>(args, first + i) : -1;
-            const uint32 same = __match_any_sync(~0u, expert);
-            const int32 earlier = __popc(same & ((1u << lane) - 1));
-            const int32 next = expert >= 0 ? counts[expert] : 0;
-            __syncwarp();
-            if (expert >= 0) {
-                if (earlier == 0) counts[expert] = next + __popc(same);
-                places[first + i] = next + earlier;
-            } else if (first + i < end) {
-                places[first + i] = -1;
-            }
-            __syncwarp();
-        }
+        if (takes_part) rank_routes(first, kRoutesOfWarp, counts);
         __syncthreads();
     }
 }

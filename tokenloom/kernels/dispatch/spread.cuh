@@ -4,6 +4,8 @@
 #include "kernels/dispatch/results.cuh"
 #include "kernels/dispatch/scales.cuh"
 
+constexpr int kSpreadSteps = 7;  // of a lane's loads in flight: the fewer, the more warps can share a row
+
 template <class Shape>
 struct SpreadShared {
     int32 source_base[Shape::num_ranks][Shape::experts_per_rank];  // routes of an expert from the sources before this
@@ -70,7 +72,8 @@ __device__ void spread_places(const DispatchArgs& args, const RouteShared<Shape>
     }
 }
 
-// All warps of all blocks: every received row to the places of its routes here, with all that came with it.
+// All warps of all blocks: every received row to the places of its routes here, with all that came with it. Where rows are
+// few, warps share one: each copies some of its columns, and the first all that came with it.
 template <class Shape>
 __device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& route,
                             const SpreadShared<Shape>& spread, uint64 staging, int warp, int lane) {
@@ -83,25 +86,32 @@ __device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& 
     const auto* scales = reinterpret_cast<const float*>(staged(args.row_scales));
     const uint64 out = reinterpret_cast<uint64>(args.out_rows);
     ReceivedRows<Shape> rows(route);
-    for (int32 row = warp * gridDim.x + blockIdx.x; row < rows.total; row += gridDim.x * (Shape::threads / 32)) {
+    using Row = Tiles<Shape::row_bytes / 16, kSpreadSteps>;
+    const int32 num_warps = gridDim.x * (Shape::threads / 32);
+    const int32 parts = max(min(num_warps / max(rows.total, 1), Row::kCount), 1);
+    for (int32 item = warp * gridDim.x + blockIdx.x; item < rows.total * parts; item += num_warps) {
+        const int32 row = item / parts, part = item % parts;
         const int64 from = rows.place_of(args, row);
         int32 place = -1;
         if (lane < Shape::top_k) {
             const int64 route_from = from * Shape::top_k + lane, route_to = static_cast<int64>(row) * Shape::top_k + lane;
             const int32 expert = ids[route_from];
-            args.out_ids[route_to] = expert;
-            if (args.out_weights != nullptr) args.out_weights[route_to] = weights[route_from];
             if (expert >= 0) {
                 const int32 number = spread.source_base[rows.source][expert] + numbers[route_from];
                 place = Shape::layout == kLayoutSlots ? To::slot(args, expert, number) : route.own_start[expert] + number;
             }
-            args.out_places[route_to] = place;
+            if (part == 0) {
+                args.out_ids[route_to] = expert;
+                if (args.out_weights != nullptr) args.out_weights[route_to] = weights[route_from];
+                args.out_places[route_to] = place;
+            }
         }
-        if (lane == 0) args.out_tokens[row] = tokens[from];
+        if (part == 0 && lane == 0) args.out_tokens[row] = tokens[from];
         const uint32 kept = __ballot_sync(~0u, place >= 0 && place < To::end(args));
-        copy_row<Shape::row_bytes>(staged(args.rows) + from * Shape::row_bytes,
-                                   out + static_cast<int64>(place) * Shape::row_bytes, kept, lane);
+        copy_row<Shape::row_bytes, kSpreadSteps>(
+            staged(args.rows) + from * Shape::row_bytes, out + static_cast<int64>(place) * Shape::row_bytes, kept, lane,
+            part * Row::kCount / parts, (part + 1) * Row::kCount / parts);
         if constexpr (Shape::scales_per_row > 0)
-            spread_scales<Shape>(args, scales + from * Shape::scales_per_row, place, kept, lane);
+            if (part == 0) spread_scales<Shape>(args, scales + from * Shape::scales_per_row, place, kept, lane);
     }
 }
