@@ -77,6 +77,37 @@ def own_memory(comm: tl.Communicator) -> list[torch.Tensor]:
 # -- calls as servers make them ---------------------------------------------------------------------------------
 
 
+@on_ranks("several")
+def test_rows_that_a_masked_rank_has_sent_ahead(context: RankContext) -> None:
+    """Nobody reads them, and they are none of those that come later."""
+    problem = make_problem(PROBLEM, context.num_ranks)
+    comm = make_comm(context, BACKEND, problem.plan)
+    options = options_of(problem, "expert")
+    routed, want = comm.dispatch(*problem.arguments(context), **options, copy=True), problem.dispatched(**options)
+    combine_all_modes(context, comm, routed, problem, want, problem.topk_ids)
+    meet(context)
+    if context.rank == 0:
+        meet(context)
+        meet(context)
+        return
+    places = [
+        buffer.view(name, torch.uint8, (size,))
+        for buffer in buffers_of(comm)
+        for name, (_, size) in buffer.layout.places.items()
+        if name.startswith("combine_recv") and name != "combine_recv" and name != "combine_recv_weights"
+    ]
+    assert len(places) >= TURNS
+    for place in places:
+        place.zero_()
+    torch.cuda.synchronize()
+    comm.mask_ranks([0])
+    assert all((place == 0xFF).all() for place in places)
+    meet(context)
+    for _ in range(TURNS):
+        combine_all_modes(context, comm, routed, problem, want, without(problem, [0]).topk_ids)
+    meet(context)
+
+
 def expected(context: RankContext, step: Step, round_: Round, masked: list[int]) -> tuple[reference.Routed, Any]:
     """What the reference says without these ranks."""
     kind, num_ranks, rank = step.kind, context.num_ranks, context.rank

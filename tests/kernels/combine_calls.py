@@ -19,8 +19,8 @@ from tokenloom.kernels.common import TURNS
 from tokenloom.plan import ROUTE_LAYOUTS
 from tokenloom.runtime.kernel_reports import CallOutcome
 
-ABSENT = -1
-"""A word that has not come: every bit is set."""
+ABSENT, NAN_THAT_TRAVELS = -1, 0x7FFFFFFF
+"""A word that has not come: every bit is set. NaNs like that are sent as others."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,9 @@ class CombineCall:
         instead of flags."""
         sent = self._home(1, 0)
         rows = self.buffers.rows(self.buffers.memory[0], self.epoch % self.turns)
-        rows[sent.places] = sent.rows.to(DEVICE)
+        words = sent.rows.view(torch.int32)
+        words = torch.where(words == ABSENT, NAN_THAT_TRAVELS, words) if self.options.eager else words
+        rows[sent.places] = words.view(sent.rows.dtype).to(DEVICE)
         if self.options.eager and but_last:
             rows.view(torch.uint8)[sent.places[-1], -4 * but_last :] = 0xFF
         first = max_chunks(self.problem.plan)

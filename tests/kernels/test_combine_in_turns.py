@@ -87,6 +87,26 @@ def test_rows_that_were_dropped(layout: str, mode: str, kind: str) -> None:
         run(problem, summed(layout, kind, mode=mode, capacity=capacity))
 
 
+@pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
+def test_rows_of_others_for_dropped_tokens(halves: bool) -> None:
+    """The own row of a token was dropped, and another rank sends one: it is read, though all of the token is NaN."""
+    problem = problem_of_two(replace(BASE, pick="descending"), mirrored=True)
+    for capacity in (problem.rows_needed("token") // 2, 1):
+        run(problem, summed("token", "eager", halves=halves, capacity=capacity))
+
+
+@pytest.mark.parametrize("mode", ["per_rank", "per_route"])
+def test_dropped_rows_are_sent_once(mode: str) -> None:
+    """Warps that share a row that was dropped send it once: home reads it once, and next time waits for another."""
+    problem = problem_of_two(replace(BASE, hidden=7168, tokens=(12, 9), pick="one rank"), mirrored=True)
+    options = summed("slots", "eager", mode=mode, capacity=1, blocks=8)
+    rank0 = Rank0(problem.plan)
+    buffers = CombineBuffers(rank0, options)
+    for _ in range(12):
+        run_call(CombineCall(buffers, problem, options))
+    assert (buffers.memory[0] == ABSENT).all()
+
+
 @pytest.mark.parametrize("blocks", [1, 4, 32])
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_chunks(kind: str, blocks: int) -> None:

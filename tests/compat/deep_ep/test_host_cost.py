@@ -138,8 +138,8 @@ def test_way_of_normal_mode(stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch
         "num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": mask,
         "topk_idx": ids, "topk_weights": weights,
     }  # fmt: skip
-    assert way(stand_ins, lambda: buffer.dispatch(x, **given)) == (124, 30)
-    assert way(stand_ins, lambda: buffer.dispatch(quantised, **given)) == (129, 30)
+    assert way(stand_ins, lambda: buffer.dispatch(x, **given)) == (125, 30)
+    assert way(stand_ins, lambda: buffer.dispatch(quantised, **given)) == (131, 30)
     handle, y = buffer.dispatch(x, **given)[4], torch.zeros(40, HIDDEN, dtype=torch.bfloat16)
     assert way(stand_ins, lambda: buffer.dispatch(x, handle=handle)) == (78, 26)
     assert way(stand_ins, lambda: buffer.combine(y, handle)) == (34, 22)
@@ -158,11 +158,11 @@ def test_way_of_rows_by_expert(stand_ins: StandIns) -> None:
     x, _, ids, weights = tokens_of(TOKENS)
     elastic = deep_ep.ElasticBuffer(stand_ins.group(), num_max_tokens_per_rank=TOKENS)
     options: dict[str, Any] = {"num_experts": EXPERTS, "do_expand": True, "do_cpu_sync": False}
-    assert way(stand_ins, lambda: elastic.dispatch(x, ids, weights, **options)) == (143, 31)
+    assert way(stand_ins, lambda: elastic.dispatch(x, ids, weights, **options)) == (145, 31)
     rows, _, _, handle, _ = elastic.dispatch(x, ids, weights, **options)
     assert way(stand_ins, lambda: elastic.combine(rows, handle)) == (35, 22)
     hybrid = deep_ep.HybridEPBuffer(stand_ins.group(), HIDDEN, TOKENS, LOCAL)
     given: dict[str, Any] = {"hidden": x, "topk_idx": ids, "topk_weights": weights}
-    assert way(stand_ins, lambda: hybrid.dispatch_with_permute(**given)) == (154, 31)
+    assert way(stand_ins, lambda: hybrid.dispatch_with_permute(**given)) == (155, 31)
     rows, *_, permuted = hybrid.dispatch_with_permute(**given)
     assert way(stand_ins, lambda: hybrid.combine_with_unpermute(hidden=rows, handle=permuted)) == (47, 24)

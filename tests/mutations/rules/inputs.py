@@ -250,7 +250,7 @@ MEGA = (
       f"tests/inference/test_mega_moe.py::test_a_wrong_option_on_one_rank_is_an_error_on_all"
       f"[{ON_TWO}another hidden, padded alike]"),
     M("odd-sms", "blocks that send may be of an odd number", "inference.schedules:MegaSchedule.__post_init__",
-      "range(2, MAX_BLOCKS + 1, 2)", "range(2, MAX_BLOCKS + 1)",
+      "range(2, MOST_SEND_SMS + 1, 2)", "range(2, MOST_SEND_SMS + 1)",
       "tests/inference/test_mega_launches.py::test_schedules_have_even_numbers"),
     M("zero-is-false", "False is a number of SMs", "inference.schedules:_is_integer",
       "isinstance(value, int) and not isinstance(value, bool)", "isinstance(value, int)",

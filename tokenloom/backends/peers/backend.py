@@ -266,9 +266,16 @@ class NvlinkBackend:
         return self._launcher.masked | (self._ranks.masked if self._late is not None else frozenset())
 
     def mask(self, ranks: Collection[int]) -> None:
-        """Calls that have been made end first, so this raises what they have found."""
+        """Calls that have been made end first, both halves of them, so this raises what they have found."""
         self._require_no_capture()
         self._launcher.settle(0)
+        if self._buffers.have_arrivals:  # rows that a rank has sent ahead, which nobody will read
+            self._launcher.finish_all()
+            if self._launcher.control.ended_ranks():
+                time.sleep(CLOSING_S)
+            synchronize(self._ranks.device)
+            self._buffers.set_arrivals_back()
+            synchronize(self._ranks.device)
         self._ranks.mask(ranks)
         self._launcher.leave_out(self._ranks.masked)
 

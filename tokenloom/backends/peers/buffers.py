@@ -523,6 +523,11 @@ class Buffers(DispatchCount):
         by_strategy: dict[str, MakeLayout] = {"reduce_scatter": gather_layout, "all_to_all": route_layout}
         return by_strategy.get(options.strategy, self._data_layout), options.wire_dtype.itemsize
 
+    @property
+    def have_arrivals(self) -> bool:
+        """Whether rows of eager calls come to some of them."""
+        return self._is_eager and any(layout in ARRIVING for layout, _ in self._buffers)
+
     def set_arrivals_back(self) -> None:
         """Make all rows absent that say by themselves that they are here, while no rank sends any."""
         for (layout, _), buffer in self._buffers.items():

@@ -10,12 +10,12 @@
 
 constexpr uint32 kAbsent = 0xffffffffu;  // buffers.py fills memory with it
 
-// Stores of rows that are awaited so, for what takes PlainStores too. One word becomes another: in every dtype of values
-// both are NaN.
+// Stores of rows that are awaited so, for what takes PlainStores too. One word becomes another: it loses a sign, and stays
+// NaN in every dtype.
 struct ArrivingStores {
     static __device__ __forceinline__ void store(void* to, Vec16 v) {
 #pragma unroll
-        for (uint32& word : v.word) word = word == kAbsent ? kAbsent - 1 : word;
+        for (uint32& word : v.word) word = word == kAbsent ? kAbsent >> 1 : word;
         store_16_relaxed_sys(to, v);
     }
 };

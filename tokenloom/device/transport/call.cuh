@@ -255,19 +255,26 @@ __device__ __forceinline__ void forget_old_flags(const Call& call, uint32 epoch,
     }
 }
 
+// One warp: whether there is memory where rows say by themselves that they are here.
+__device__ __forceinline__ bool has_arrivals(const Call& call, int lane) {
+    return call.arrivals != nullptr &&
+           __any_sync(~0u, lane < kMostArrivals && call.arrivals[lane].num_bytes != 0);
+}
+
+__device__ __forceinline__ PeerSignals left_flags_of(const Call& call, int rank) {
+    return {reinterpret_cast<uint32*>(reinterpret_cast<const uint64*>(call.peers)[rank] + call.left_flags)};
+}
+
+// One warp tells all ranks that this one sends no row more in this call.
+__device__ __forceinline__ void tell_that_all_is_sent(const Call& call, Turn turn, int lane) {
+    if (lane < call.num_ranks && !turn.leaves_out(lane)) left_flags_of(call, lane).raise(call.rank, turn.epoch);
+}
+
 // One warp, of a call that was refused: rows may be on their way that nobody will read. When no rank sends any more, all
-// words of this turn are absent again. Each rank has heard the same, so each comes here.
+// words of this turn are absent again. Each rank has heard the same, so each comes here, or has told before.
 __device__ __forceinline__ void set_arrivals_back(const Call& call, Turn turn, int lane) {
-    if (call.arrivals == nullptr || has_expired(deadline_of(call))) return;
-    const bool has_some = lane < kMostArrivals && call.arrivals[lane].num_bytes != 0;
-    if (!__any_sync(~0u, has_some)) return;
-    const auto* bases = reinterpret_cast<const uint64*>(call.peers);
-    const auto flags = [&](int rank) { return PeerSignals{reinterpret_cast<uint32*>(bases[rank] + call.left_flags)}; };
-    bool over = true;
-    if (lane < call.num_ranks && !turn.leaves_out(lane)) {
-        flags(lane).raise(call.rank, turn.epoch);
-        over = flags(call.rank).wait(lane, turn.epoch, deadline_of(call), lane, kPhasePartials);
-    }
+    const bool over = lane >= call.num_ranks || turn.leaves_out(lane) ||
+                      left_flags_of(call, call.rank).wait(lane, turn.epoch, deadline_of(call), lane, kPhasePartials);
     if (!__all_sync(~0u, over)) return;
     __syncwarp();
     for (int number = 0; number < kMostArrivals; ++number) {
@@ -311,12 +318,17 @@ __device__ __forceinline__ void close_call(const Call& call, Turn turn, bool don
         if (call.block_flags != nullptr)
             for (int i = threadIdx.x; i < 2 * kMostBlocks; i += 32) call.block_flags[i] = 0;
         if (turn.epoch % kForgets == kForgets / 2) forget_old_flags(call, turn.epoch, threadIdx.x);
+        // Who receives later may refuse the call then, and nobody waits for that.
+        if (kPart == kSend && has_arrivals(call, threadIdx.x)) tell_that_all_is_sent(call, turn, threadIdx.x);
     }
     if (__any_sync(~0u, in_vain)) {
         __syncwarp();  // the other lanes write behind what thread 0 has acquired
         publish();
         __syncwarp();
-        if constexpr (kPart != kSend) set_arrivals_back(call, turn, threadIdx.x);
+        if (kPart != kSend && !has_expired(deadline_of(call)) && has_arrivals(call, threadIdx.x)) {
+            if constexpr (kPart == kWhole) tell_that_all_is_sent(call, turn, threadIdx.x);
+            set_arrivals_back(call, turn, threadIdx.x);
+        }
         __syncwarp();
     }
     if (last && call.sequence != 0) store_release_sys(&call.record->sequence, call.sequence);

@@ -50,7 +50,7 @@ __device__ __forceinline__ Terms terms_of(const CombineArgs& args, const RowRout
 }
 
 // One received row, home: its sum to `to`, or (per route) its routes to where those of its token lie, from `to` on.
-// Rows that the dispatch dropped come home as NaN.
+// Rows that the dispatch dropped come home as NaN, once: of warps that share one, the first sends it.
 template <class Shape, class Next>
 __device__ __forceinline__ void push_row(const CombineArgs& args, const RowRoutes& routes, const Terms& terms,
                                          typename CombineRows<Shape>::Push& stream, unsigned char* to, int lane,
@@ -62,11 +62,11 @@ __device__ __forceinline__ void push_row(const CombineArgs& args, const RowRoute
                               (static_cast<int64>(routes.token) * Shape::top_k + lane) * Rows::kWireBytes;
         stream.each_alone(
             terms, [&](uint32 lanes) { return reinterpret_cast<unsigned char*>(of_lane(target, lanes)); }, next);
-        for (uint32 rest = dropped; rest != 0; rest &= rest - 1)
+        for (uint32 rest = routes.begin == 0 ? dropped : 0; rest != 0; rest &= rest - 1)
             fill_row<Rows::kWireBytes, typename Rows::Stores>(reinterpret_cast<unsigned char*>(of_lane(target, rest)),
                                                               Rows::kNan, lane);
     } else if (dropped != 0) {
-        fill_row<Rows::kWireBytes, typename Rows::Stores>(to, Rows::kNan, lane);
+        if (routes.begin == 0) fill_row<Rows::kWireBytes, typename Rows::Stores>(to, Rows::kNan, lane);
     } else {
         stream.add(terms, to, next);
     }

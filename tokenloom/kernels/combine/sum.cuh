@@ -112,11 +112,12 @@ struct SumSource {
         } else if (term.slot >= 0) {
             row = Shape::per_route ? token() * Shape::top_k + claims.lane : shared.own_base[term.rank] + term.slot;
         }
-        const uint32 lanes = __ballot_sync(~0u, term.slot >= 0);
+        // Rows that arrive are read in any case, or they would count as others later.
+        const bool dropped = is_dropped(), all_are_left = dropped && !Rows::kArrives;
+        const uint32 lanes = __ballot_sync(~0u, term.slot >= 0 && !all_are_left && !(dropped && stays()));
         constexpr int kSlices = Rows::Sum::Row::kCount;
         const int part = item % parts;
-        return {rows + row * Rows::kWireBytes, 1.0f, is_dropped() ? 0 : lanes, part * kSlices / parts,
-                (part + 1) * kSlices / parts};
+        return {rows + row * Rows::kWireBytes, 1.0f, lanes, part * kSlices / parts, (part + 1) * kSlices / parts};
     }
 };
 
@@ -132,10 +133,10 @@ __device__ bool sum_arriving_rows(const CombineArgs& args, const CombineShared<S
         const auto await = [&](const unsigned char* from, uint32 peer) {
             return wait_for_16(from, turn.epoch, deadline_of(args.call), peer, kPhasePartials);
         };
-        if (terms.lanes == 0)
-            fill_row<Rows::kOutBytes>(to, sums.is_dropped() ? kNanWord<Shape::out_dtype> : 0, lane);
-        else if (!Rows::Sum::add(to, terms, arriving, sums.term.rank, lane, await))
-            return false;
+        const bool dropped = sums.is_dropped();
+        if (terms.lanes != 0 && !Rows::Sum::add(to, terms, arriving, sums.term.rank, lane, await)) return false;
+        __syncwarp();  // in which other lanes have stored what becomes NaN
+        if (terms.lanes == 0 || dropped) fill_row<Rows::kOutBytes>(to, dropped ? kNanWord<Shape::out_dtype> : 0, lane);
     }
     return true;
 }
