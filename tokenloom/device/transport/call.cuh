@@ -325,7 +325,8 @@ __device__ __forceinline__ void close_call(const Call& call, Turn turn, bool don
         __syncwarp();  // the other lanes write behind what thread 0 has acquired
         publish();
         __syncwarp();
-        if (kPart != kSend && !has_expired(deadline_of(call)) && has_arrivals(call, threadIdx.x)) {
+        const bool expired = __any_sync(~0u, has_expired(deadline_of(call)));
+        if (kPart != kSend && !expired && has_arrivals(call, threadIdx.x)) {
             if constexpr (kPart == kWhole) tell_that_all_is_sent(call, turn, threadIdx.x);
             set_arrivals_back(call, turn, threadIdx.x);
         }
