@@ -23,7 +23,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--plot", "chart.svg"], "ends in .png"),
         (["--ranks", "4", "--ranks-per-node", "0"], "--ranks-per-node"),
         (["--case", "huge"], "--case is 'huge', expected one of"),
-        (["--num-sms", "64"], "--num-sms is 64, expected 0 to 32"),
+        (["--num-sms", "65"], "--num-sms is 65, expected 0 to 64"),
         (["--timing", "graph,eager"], "--timing is 'graph', expected wall or eager on cpu"),
         (["--timing", "eager", "--halves"], "--timing is 'eager', expected wall for halves on cpu"),
         (["--halves", "--beside-us", "0"], "--beside-us"),

@@ -15,7 +15,7 @@ from tokenloom.compat.deep_ep.faults import BadCall
 from tokenloom.errors import PeerError, ShapeMismatch
 
 RANKS, EXPERTS, TOP_K, HIDDEN, TOKENS = 4, 16, 2, 256, 32
-MOST = 32
+MOST = 64
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_normal_mode_takes_what_the_class_says(stand_ins: StandIns) -> None:
     dispatch(deep_ep.Buffer(stand_ins.group()))
     assert sms_of_last(stand_ins) == 20
     before = deep_ep.Buffer(stand_ins.group())
-    for chosen, taken in ((24, 24), (64, MOST)):
+    for chosen, taken in ((24, 24), (96, MOST)):
         deep_ep.Buffer.set_num_sms(chosen)
         assert deep_ep.Buffer.num_sms == chosen
         dispatch(deep_ep.Buffer(stand_ins.group()))
@@ -145,7 +145,7 @@ def test_elastic_buffers_take_what_they_tell(stand_ins: StandIns) -> None:
         ({}, 24),
         ({"num_sms_dispatch_api": 8, "num_sms_combine_api": 16}, 16),
         ({"num_sms_dispatch_api": 8}, 8),
-        ({"num_sms_combine_api": 64}, MOST),
+        ({"num_sms_combine_api": 96}, MOST),
     ],
 )
 def test_hybrid_buffers_take_the_most_that_is_named(stand_ins: StandIns, options: dict[str, int], sms: int) -> None:

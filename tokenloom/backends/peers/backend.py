@@ -266,18 +266,24 @@ class NvlinkBackend:
         return self._launcher.masked | (self._ranks.masked if self._late is not None else frozenset())
 
     def mask(self, ranks: Collection[int]) -> None:
-        """Calls that have been made end first, both halves of them, so this raises what they have found."""
+        """Calls that have been made end first, so this raises what they have found."""
         self._require_no_capture()
+        if self._buffers.have_arrivals:
+            self._launcher.finish_all()  # all ranks have the same halves open
         self._launcher.settle(0)
-        if self._buffers.have_arrivals:  # rows that a rank has sent ahead, which nobody will read
-            self._launcher.finish_all()
-            if self._launcher.control.ended_ranks():
-                time.sleep(CLOSING_S)
-            synchronize(self._ranks.device)
-            self._buffers.set_arrivals_back()
-            synchronize(self._ranks.device)
         self._ranks.mask(ranks)
+        if self._buffers.have_arrivals:
+            self._forget_rows_sent_ahead()
         self._launcher.leave_out(self._ranks.masked)
+
+    def _forget_rows_sent_ahead(self) -> None:
+        """Make rows absent that masked ranks have sent, in calls that nobody else has opened. Collective."""
+        self._launcher.await_work()
+        if self._launcher.control.ended_ranks():
+            time.sleep(CLOSING_S)
+        self._buffers.set_arrivals_back()
+        synchronize(self._ranks.device)
+        self._ranks.all_gather_object(None, "masking ranks")  # who goes on may send to those that are not so far
 
     def unmask(self, ranks: Collection[int]) -> None:
         """All memory is made anew, with those that come back. Graphs captured before go on in the old one, without

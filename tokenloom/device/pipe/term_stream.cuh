@@ -103,7 +103,7 @@ struct TermStream {
                 release(next);
             }
             for_each_group(tile, [&](int step, int, int index) {
-                store_group<kOutDtype, Stores>(to + index * kOutBytes, sum[step]);
+                store_group<kOutDtype, kGroupValues, Stores>(to + index * kOutBytes, sum[step]);
             });
         }
     }
@@ -125,7 +125,7 @@ struct TermStream {
                             Stores::store(to + index * kOutBytes + 16 * i,
                                           load_shared_16(stage + in_slice * kOutBytes + 16 * i));
                     } else {
-                        store_group<kOutDtype, Stores>(to + index * kOutBytes, value(stage, in_slice, weight));
+                        store_group<kOutDtype, kGroupValues, Stores>(to + index * kOutBytes, value(stage, in_slice, weight));
                     }
                 });
                 release(next);

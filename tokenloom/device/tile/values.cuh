@@ -80,7 +80,7 @@ struct PlainStores {
     static __device__ __forceinline__ void store(void* to, Vec16 v) { store_16(to, v); }
 };
 
-template <int kDtype, class Stores = PlainStores, int kValues>
+template <int kDtype, int kValues, class Stores = PlainStores>
 __device__ __forceinline__ void store_group(unsigned char* global, const Group<kValues>& group) {
     PackedGroup<kDtype, kValues> packed;
 #pragma unroll

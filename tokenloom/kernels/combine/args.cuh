@@ -1,11 +1,11 @@
 // Arguments of the combine kernel, and what its blocks keep in shared memory. launch.py mirrors CombineArgs; W, E, K
 // are Shape::num_ranks and so on.
 #pragma once
+#include "device/pipe/arriving_rows.cuh"
 #include "device/pipe/row_stream.cuh"
 #include "device/pipe/term_stream.cuh"
 #include "device/sync/claims.cuh"
 #include "device/sync/progress.cuh"
-#include "device/tile/arriving_rows.cuh"
 #include "device/tile/layout.cuh"
 #include "device/tile/rows.cuh"
 #include "device/transport/call.cuh"
