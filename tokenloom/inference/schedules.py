@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tokenloom.errors import InvalidArgument
 
 MOST_SEND_SMS = 32
-"""GEMM1 has the others."""
+"""Most SMs that send rows. GEMM1 runs on the others."""
 MOST_GEMM2_SMS = 64
 """About half of the SMs of a GPU."""
 

@@ -42,11 +42,6 @@ struct ArrivingSum {
         }
     };
 
-    // Into how many parts each of `rows` sums is cut, so that `warps` warps have work where rows are few.
-    static __device__ __forceinline__ int32 parts(int32 rows, int32 warps) {
-        return min(max(4 * warps / rows, 1), Row::kCount);
-    }
-
     // The next terms of a mask, up to kTermsAtOnce, of one tile.
     struct Batch {
         Packed packed[kTermsAtOnce][Row::kSteps];

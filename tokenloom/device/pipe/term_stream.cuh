@@ -46,11 +46,6 @@ struct TermStream {
 
     __device__ TermStream(Shared& shared_, int lane_) : shared(shared_), lane(lane_) {}
 
-    // Into how many parts each of `rows` sums is cut, so that `warps` warps have work where rows are few.
-    static __device__ __forceinline__ int32 parts(int32 rows, int32 warps) {
-        return min(max(4 * warps / rows, 1), Row::kCount);
-    }
-
     // What all lanes do, together: load while there is a free stage. `next` gives the sum after the one that is loaded
     // to its end, once for each; false if there is none, or it is not its turn.
     template <class Next>

@@ -18,6 +18,11 @@ struct Tiles {
         index = (tile * kSteps + step) * 32 + lane;
         return kEven || index < kUnits;
     }
+
+    // Into how many parts each of `rows` sums is cut, so that `warps` warps have work where rows are few.
+    static __device__ __forceinline__ int32 parts(int32 rows, int32 warps) {
+        return min(max(4 * warps / rows, 1), kCount);
+    }
 };
 
 // What the lowest lane in the mask has.
@@ -97,11 +102,6 @@ struct RowSum {
                 if (t < count) add_group(sum, unpack(packed[t][step]));
         }
     };
-
-    // Into how many parts each of `rows` sums is cut, so that `warps` warps have work where rows are few.
-    static __device__ __forceinline__ int32 parts(int32 rows, int32 warps) {
-        return min(max(4 * warps / rows, 1), Row::kCount);
-    }
 
     // Adds part `part` of `parts` of the lanes' terms; +0 without terms.
     static __device__ __forceinline__ void add(unsigned char* to, uint64 term, uint32 terms, int part, int parts,

@@ -88,13 +88,14 @@ struct Chunks {
     }
 };
 
-template <bool kArrives, class Arriving, class Streamed>
-struct SumOf {
-    using Type = Streamed;
+// The first type if rows arrive by themselves, else the second.
+template <bool kArrives, class Arriving, class Signalled>
+struct IfArrives {
+    using Type = Signalled;
 };
 
-template <class Arriving, class Streamed>
-struct SumOf<true, Arriving, Streamed> {
+template <class Arriving, class Signalled>
+struct IfArrives<true, Arriving, Signalled> {
     using Type = Arriving;
 };
 
@@ -114,14 +115,14 @@ struct CombineRows {
     static constexpr int kOutBytes = Shape::hidden * kValueBytes<Shape::out_dtype>;
     static constexpr bool kWeighted = Shape::weights != kNoWeights;
     static constexpr bool kWeightsFromHome = Shape::weights == kHomeWeights;
-    using Stores = typename SumOf<kArrives, ArrivingStores, PlainStores>::Type;
+    using Stores = typename IfArrives<kArrives, ArrivingStores, PlainStores>::Type;
     using Push = TermStream<Shape::y_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::stages, kWeighted,
                             Shape::eager != 0, Stores>;
     using Copy = RowStream<kWireBytes, Shape::stage_bytes, Shape::stages>;
     // A token has rows on no more ranks than it has experts.
     static constexpr int kMostTerms =
         Shape::per_route != 0 || Shape::top_k < Shape::num_ranks ? Shape::top_k : Shape::num_ranks;
-    using Sum = typename SumOf<
+    using Sum = typename IfArrives<
         kArrives, ArrivingSum<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, kMostTerms>,
         TermStream<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::sum_stages, false,
                    true>>::Type;

@@ -40,13 +40,10 @@ template <class Shape>
 struct SumsOfNodes {
     static constexpr int kNodes = Shape::num_ranks / Shape::node_ranks;
     using Rows = CombineRows<Shape>;
-    // A token has rows on no more ranks than it has experts.
-    static constexpr int kMostTerms =
-        Shape::per_route != 0 || Shape::top_k < Shape::num_ranks ? Shape::top_k : Shape::num_ranks;
     using NodeSum = RowSum<Shape::wire_dtype, Shape::wire_dtype, Shape::hidden, Shape::group, Shape::sum_terms,
-                           kMostTerms, Shape::sum_registers>;
+                           Rows::kMostTerms, Shape::sum_registers>;
     using HomeSum = RowSum<Shape::wire_dtype, Shape::out_dtype, Shape::hidden, Shape::group, Shape::sum_terms,
-                           kMostTerms, Shape::sum_registers>;
+                           Rows::kMostTerms, Shape::sum_registers>;
 };
 
 template <class Shape>
@@ -188,7 +185,7 @@ __device__ void sum_home(const CombineNetworkArgs& args, int turn, int warp, int
     uint64 rows = rail.base + kNodeHeaderBytes;
     if (lane < Sums::kNodes) rows += rail.region(lane == own ? rail.put_from : rail.put_to, turn, lane);
     const int32 num_warps = gridDim.x * (Shape::threads / 32);
-    const int32 parts = Sums::HomeSum::parts(max(args.num_tokens, 1), num_warps);
+    const int32 parts = Sums::HomeSum::Row::parts(max(args.num_tokens, 1), num_warps);
     for (int32 item = warp * gridDim.x + blockIdx.x; item < args.num_tokens * parts; item += num_warps) {
         const int64 token = item / parts;
         const int32 row = lane < Sums::kNodes ? args.node_rows[token * Sums::kNodes + lane] : -1;

@@ -75,7 +75,7 @@ CALL_FIELDS = FieldsAtOnce(
 
 
 def max_chunks(plan: Plan) -> int:
-    """Give a bound of the chunks that one rank sends another in a combine: rows, or blocks of an eager call."""
+    """Give a bound of the chunks that one rank sends another in a combine: rows, or blocks of a call between nodes."""
     return max(plan.max_tokens_per_rank, MAX_BLOCKS)
 
 

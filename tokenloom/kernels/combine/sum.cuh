@@ -49,7 +49,7 @@ struct SumSource {
           first_own(first_row<Shape>(args, shared, args.call.rank)), claims(args.call.claimed + 1, lane) {
         const int32 push_blocks = CombineRoles<Shape>::push_blocks(args), blocks = gridDim.x - push_blocks;
         num_warps = blocks * CombineRoles<Shape>::kWarps;
-        parts = Rows::Sum::parts(max(args.num_tokens, 1), max(num_warps, 1));
+        parts = Rows::Sum::Row::parts(max(args.num_tokens, 1), max(num_warps, 1));
         num_items = args.num_tokens * parts;
         const int32 block = blockIdx.x - push_blocks;
         item = block < 0 ? num_warps + claims.take() : warp * blocks + block;

@@ -31,7 +31,7 @@ __device__ void sum_routes(const SumRoutesArgs& args) {
     if (threadIdx.x == 0) mark_block(args.trace, kBegins);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
     const int32 num_warps = kWarps * gridDim.x;
-    const int32 parts = Sum::parts(args.num_tokens, num_warps);
+    const int32 parts = Sum::Row::parts(args.num_tokens, num_warps);
     const auto rows = reinterpret_cast<uint64>(args.combine_recv);
     auto* out = static_cast<unsigned char*>(args.out);
     const bool trusted = *args.met != 0;
