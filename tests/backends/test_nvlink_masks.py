@@ -48,7 +48,7 @@ def test_memory_of_masked_ranks(context: RankContext, layout: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, own_memory(comm), strict=True))
         return
     comm.mask_ranks([0])
-    headers = buffers_of(comm)[0].view("headers", torch.int32, (TURNS, context.num_ranks, header_words(comm)))
+    headers = buffers_of(comm)[0].view("headers", torch.int32, (TURNS, context.num_ranks, header_words(comm), 2))
     headers[:, 0] = 0x7F7F7F  # what it may have announced since
     meet(context)
     combine_all_modes(context, comm, routed, problem, want, without(problem, [0]).topk_ids)

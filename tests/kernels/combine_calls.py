@@ -15,7 +15,7 @@ from tests.support.cases import BF16, Problem, expert_rows, same_bits, same_byte
 from tokenloom import reference
 from tokenloom.backends.peers.buffers import routes_in_turns_layout, sums_in_turns_layout
 from tokenloom.kernels.combine.launch import CombineVariant, max_chunks
-from tokenloom.kernels.common import TURNS
+from tokenloom.kernels.common import HEADER_WORDS, TURNS
 from tokenloom.plan import ROUTE_LAYOUTS
 from tokenloom.runtime.kernel_reports import CallOutcome
 
@@ -195,4 +195,4 @@ class CombineCall:
         flags[: self._num_flags(counts_of(self.problem, 1)[0])] = signed(self.epoch)
         mine = self.rank0.words("chunk_flags", 1)[: len(flags)].cpu()
         same_bytes(torch.where(mine == signed(self.epoch), mine, 0), flags, "rank 1's flags of chunks")
-        assert self.rank0.words("flags", 1)[0] == signed(self.epoch)
+        assert (self.rank0.header(0, 1, self.epoch)[:HEADER_WORDS, 1] == signed(self.epoch)).all()

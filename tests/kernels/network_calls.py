@@ -107,7 +107,7 @@ class Nodes(ABC):
     def open(self, args: Any, rank: int, traffic: int, variant: object) -> None:
         """Tell a kernel of the call, which means a variant to all ranks, and of the network."""
         own, call = self.own[rank], args.call
-        call.peers, call.flags, call.headers = own.control, self.layout.offset("flags"), self.layout.offset("headers")
+        call.peers, call.headers = own.control, self.layout.offset("headers")
         call.epoch, call.blocks_out, call.claimed = own.state, own.state + 8, own.state + 12
         call.fault, call.fault_claimed, call.record = own.fault, own.fault_claimed, own.record
         call.open_timeout_ns, call.timeout_ns = self.open_timeout_ns, self.timeout_ns

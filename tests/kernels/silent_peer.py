@@ -58,8 +58,6 @@ class Rank0:
         self.plan, self.device, self.epoch, self.last_run_s = plan, torch.device(DEVICE), epoch, 0.0
         self.layout = control_layout(plan)
         self._control = [self.bytes(self.layout.total_bytes) for _ in range(2)]
-        for rank in range(2):
-            self.words("flags", rank)[:2] = signed(epoch - 1)  # every call raises these
         self.fault, self.records = one_gpu.make_reports(SLOTS)
         # Epoch, masked ranks, blocks out, claims.
         self.state = torch.zeros(3 + CLAIMS, dtype=torch.int32, device=self.device)
@@ -89,10 +87,9 @@ class Rank0:
         return self._control[rank][offset : offset + size].view(torch.int32)
 
     def header(self, source: int, rank: int, epoch: int) -> torch.Tensor:
-        """What a source tells a rank of a call: HEADER_WORDS, then counts."""
-        stride = align_up(HEADER_WORDS + self.plan.num_ranks + self.plan.num_experts, 4)
-        first = (epoch % TURNS * self.plan.num_ranks + source) * stride
-        return self.words("headers", rank)[first : first + stride]
+        """What a source tells a rank of a call, int32 [words, 2]: HEADER_WORDS, then counts, each with its call."""
+        words = align_up(HEADER_WORDS + self.plan.num_ranks + self.plan.num_experts, 4)
+        return self.words("headers", rank).view(TURNS, self.plan.num_ranks, words, 2)[epoch % TURNS, source]
 
     def open_by_rank_1(
         self,
@@ -102,13 +99,12 @@ class Rank0:
         epoch: int | None = None,
         leaves: bool = True,
     ) -> None:
-        """Write the header of rank 1, with its counts, and raise its flag: by default for the next call. If it refuses
-        the call, it says that nothing more comes, unless it does not leave.
+        """Write the header of rank 1, with its counts: by default for the next call. If it refuses the call, it says
+        that nothing more comes, unless it does not leave.
         """
         epoch = self.epoch if epoch is None else epoch
-        header = int32([status, 0, *_halves(options_hash), *counts])
-        self.header(1, 0, epoch)[: len(header)] = header
-        self.words("flags")[1] = signed(epoch)
+        words = [status, 0, *_halves(options_hash), *counts]
+        self.header(1, 0, epoch)[: len(words)] = int32([[word, signed(epoch)] for word in words])
         if leaves and (status != 0 or options_hash != OPTIONS_HASH):
             self.words("left_flags")[1] = signed(epoch)
 
@@ -121,7 +117,7 @@ class Rank0:
         kernel = one_gpu.make_kernel(variant.spec())
         call = kernel.args.call
         call.peers = self.addresses(self._control)
-        call.flags, call.headers = self.layout.offset("flags"), self.layout.offset("headers")
+        call.headers = self.layout.offset("headers")
         call.epoch = self.state.data_ptr()
         call.half_epoch = 0 if half_epoch is None else half_epoch.data_ptr()
         call.blocks_out, call.claimed = call.epoch + 8, call.epoch + 12

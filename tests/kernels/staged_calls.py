@@ -245,10 +245,9 @@ class StagedCall:
                     same_bytes(got, want, f"{name} of source {source} in region {turn} of rank 1")
         same_bytes(buffers.memory[1], buffers.expected, "rank 1's memory")
         counts = counts_of(self.problem, 0)
-        header = rank0.header(0, 1, self.epoch).tolist()
-        assert header[:2] == [0, 0]
-        assert header[HEADER_WORDS : HEADER_WORDS + len(counts)] == counts
+        header, epochs = rank0.header(0, 1, self.epoch)[: HEADER_WORDS + len(counts)].T.tolist()
+        assert (header[:2], header[HEADER_WORDS:]) == ([0, 0], counts)
+        assert set(epochs) == {signed(self.epoch)}
         flags = torch.zeros(plan.num_ranks * MAX_BLOCKS, dtype=torch.int32)
         flags[: self.options.blocks] = signed(self.epoch)
         same_bytes(rank0.words("done_flags", 1)[: len(flags)], flags, "rank 1's flags of blocks")
-        assert rank0.words("flags", 1)[0] == signed(self.epoch)

@@ -271,48 +271,40 @@ def test_headers_have_their_room(num_ranks: int, num_experts: int) -> None:
     words = f"header_words<{num_ranks} + {num_experts}>"
     check(
         "device/transport/call.cuh",
-        f"static_assert(kTurns * {num_ranks} * {words} * sizeof(int32) == {num_bytes});",
+        f"static_assert(kTurns * {num_ranks} * {words} * sizeof(StampedWord) == {num_bytes});",
     )
 
 
 MOST = 2**32 - 1
 REACHED = [
-    # seen, wanted, every call, some calls
-    (0, 1, False, False),
-    (7, 7, True, True),
-    (10, 7, True, True),
-    (11, 7, True, False),
-    (6, 7, False, False),
-    (7 + 2**31, 7, False, False),
-    (MOST, MOST, True, True),
+    # seen, wanted, whether that is enough
+    (0, 1, False),
+    (7, 7, True),
+    (10, 7, True),
+    (11, 7, False),
+    (6, 7, False),
+    (7 + 2**31, 7, False),
+    (MOST, MOST, True),
     # Epochs go on with 4, 5 and 6 after the largest.
-    (4, MOST, True, True),
-    (6, MOST, True, True),
-    (7, MOST, True, False),
-    (4, MOST - 2, True, True),
-    (5, MOST - 2, True, False),
-    (3, MOST - 2, True, False),
-    (MOST, 4, False, False),
-    (0, 4, False, False),
+    (4, MOST, True),
+    (6, MOST, True),
+    (7, MOST, False),
+    (4, MOST - 2, True),
+    (5, MOST - 2, False),
+    (3, MOST - 2, False),
+    (MOST, 4, False),
+    (0, 4, False),
 ]
-"""Flags, and whether they say that a call has come so far. Flags that not every call raises may be very old."""
+"""Flags, and whether they say that a call has come so far. They may be very old."""
 
 
 @needs_nvrtc
 def test_which_flags_count() -> None:
     """A peer may be three calls ahead of a wait, not more; whatever else a flag shows was left by earlier calls."""
-
-    def body(every: int) -> str:
-        lines = []
-        for seen, wanted, *expected in REACHED:
-            kind = ("Flag::kEveryCall", "Flag::kSomeCalls")[every]
-            lines.append(f"if (has_reached<{kind}>({seen}u, {wanted}u) != {int(expected[every])}) differ();")
-        return " ".join(lines)
-
     path = "device/sync/wait.cuh"
-    for every in (0, 1):
-        check(path, DIFFER, f'extern "C" __global__ void rule() {{ {body(every)} }}')
-    wrong = "if (has_reached<Flag::kSomeCalls>(7u, 7u) != 0) differ();"
+    lines = [f"if (has_reached({seen}u, {wanted}u) != {int(enough)}) differ();" for seen, wanted, enough in REACHED]
+    check(path, DIFFER, f'extern "C" __global__ void rule() {{ {" ".join(lines)} }}')
+    wrong = "if (has_reached(7u, 7u) != 0) differ();"
     with pytest.raises(KernelCompileError, match="ptxas"):
         check(path, DIFFER, f'extern "C" __global__ void rule() {{ {wrong} }}')
 

@@ -14,7 +14,7 @@ from tokenloom.backends.peers.opening import Launcher
 from tokenloom.backends.seam import CombineOptions, DispatchOptions
 from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.kernels.combine.launch import max_chunks
-from tokenloom.kernels.common import HEADER_WORDS, MAX_BLOCKS, TURNS
+from tokenloom.kernels.common import HEADER_WORDS, MAX_BLOCKS, STAMPED_WORD_BYTES, TURNS
 from tokenloom.plan import FP8_BLOCK, ROUTE_LAYOUTS, Plan, align_up
 from tokenloom.runtime.openings import Fields
 from tokenloom.runtime.symmetric_memory import BufferLayout, SymmetricBuffer, lent
@@ -80,12 +80,11 @@ MakeLayout = Callable[[Plan, int, int], BufferLayout]
 
 
 def control_layout(plan: Plan) -> BufferLayout:
-    """Flags, headers, counts, and where the weights' gradients come home. Between nodes some flags take turns."""
+    """Headers with counts, flags, and where the weights' gradients come home. Between nodes some flags take turns."""
     header_words = align_up(HEADER_WORDS + plan.num_ranks + plan.num_experts, 4)
     return BufferLayout.of(
         [
-            ("flags", 4 * TURNS * plan.num_ranks),
-            ("headers", 4 * TURNS * plan.num_ranks * header_words),
+            ("headers", STAMPED_WORD_BYTES * TURNS * plan.num_ranks * header_words),
             ("done_flags", 4 * TURNS * plan.num_ranks * MAX_BLOCKS),
             ("row_flags", 4 * plan.worst_case_rows("token")),
             ("chunk_flags", 4 * plan.num_ranks * max_chunks(plan)),

@@ -171,7 +171,6 @@ class Launcher:
         made.overlaps_previous = True
         opening = made.opening
         opening.peers = self.control.peers.data_ptr()
-        opening.flags = self.control.layout.offset("flags")
         opening.headers = self.control.layout.offset("headers")
         opening.epoch = self._state.data_ptr()
         opening.blocks_out = self._state.data_ptr() + 8

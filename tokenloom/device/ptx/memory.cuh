@@ -93,6 +93,27 @@ __device__ __forceinline__ uint32 compare_and_swap_relaxed_sys(uint32* address, 
     return before;
 }
 
+__device__ __forceinline__ uint64 bits_of(StampedWord word) {
+    return static_cast<uint64>(word.epoch) << 32 | static_cast<uint32>(word.value);
+}
+
+__device__ __forceinline__ StampedWord load_relaxed_sys(const StampedWord* address) {
+    uint64 bits;
+    asm volatile("ld.relaxed.sys.global.b64 %0, [%1];" : "=l"(bits) : "l"(address) : "memory");
+    return {static_cast<int32>(static_cast<uint32>(bits)), static_cast<uint32>(bits >> 32)};
+}
+
+__device__ __forceinline__ void store_relaxed_sys(StampedWord* address, StampedWord word) {
+    asm volatile("st.relaxed.sys.global.b64 [%0], %1;" ::"l"(address), "l"(bits_of(word)) : "memory");
+}
+
+__device__ __forceinline__ void compare_and_swap_relaxed_sys(StampedWord* address, StampedWord expected,
+                                                             StampedWord word) {
+    asm volatile("atom.cas.relaxed.sys.global.b64 _, [%0], %1, %2;" ::"l"(address), "l"(bits_of(expected)),
+                 "l"(bits_of(word))
+                 : "memory");
+}
+
 // Data that is read once: the first-level cache has no use for it.
 __device__ __forceinline__ Vec16 load_16_once(const void* address) {
     Vec16 v;

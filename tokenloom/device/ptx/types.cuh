@@ -10,3 +10,8 @@ using uint16 = unsigned short;
 struct alignas(16) Vec16 {  // what one thread loads or stores at once
     uint32 word[4];
 };
+
+struct alignas(8) StampedWord {  // a word and the call that it belongs to, which are stored and loaded together
+    int32 value;
+    uint32 epoch;
+};

@@ -131,13 +131,13 @@ __device__ bool count_all_routes(const Args& args, Shared& shared, Chunk chunk, 
 template <class Shape>
 struct AllCounts {
     static constexpr int kStride = header_words<kRouteCounts<Shape>>;
-    const int32* first;
+    const StampedWord* headers;
     Turn turn;
     // Number `index` of what a source has counted: rows for each rank, then routes of each expert.
     __device__ int32 count(int source, int index) const {
-        return turn.leaves_out(source) ? 0 : first[source * kStride + index];
+        return turn.leaves_out(source) ? 0 : headers[source * kStride + kHeaderWords + index].value;
     }
     __device__ int32 rows(int source, int rank) const { return count(source, rank); }
-    __device__ int32 region(int rank) const { return first[rank * kStride + kRegionWord - kHeaderWords]; }
+    __device__ int32 region(int rank) const { return headers[rank * kStride + kRegionWord].value; }
     __device__ int32 routes(int source, int expert) const { return count(source, Shape::num_ranks + expert); }
 };

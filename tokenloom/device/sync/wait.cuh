@@ -28,13 +28,8 @@ enum Phase : uint32 {
 // wrap, and then leave out those below kTurns.
 constexpr uint32 kTurns = 4;
 
-// Flags that every call raises may be ahead by any number. Others may be very old: they count only if they are no
-// further ahead than their rank can be.
-enum class Flag { kEveryCall, kSomeCalls };
-
-template <Flag kKind>
+// Flags may be very old: they count only if they are no further ahead than their rank can be.
 __device__ __forceinline__ bool has_reached(uint32 seen, uint32 wanted) {
-    if constexpr (kKind == Flag::kEveryCall) return static_cast<int32>(seen - wanted) >= 0;
     if (seen >= wanted) return seen - wanted < kTurns;
     return seen >= kTurns && seen - kTurns - wanted < kTurns;
 }
@@ -81,11 +76,10 @@ __device__ __forceinline__ bool poll(Look look, IsThere is_there, uint32 wanted,
 
 // One thread waits until the peer's flag reaches `wanted`. What the peer released before is visible to it then. False as
 // above.
-template <Flag kKind = Flag::kSomeCalls>
 __device__ __forceinline__ bool wait_for_flag(const uint32* flag, uint32 wanted, const Deadline& deadline,
                                               uint32 peer, uint32 phase) {
     const auto look = [flag] { return load_relaxed_sys(flag); };
-    const auto is_there = [wanted](uint32 seen) { return has_reached<kKind>(seen, wanted); };
+    const auto is_there = [wanted](uint32 seen) { return has_reached(seen, wanted); };
     if (!poll(look, is_there, wanted, deadline, peer, phase)) return false;
     load_acquire_sys(flag);
     return true;

@@ -1,8 +1,8 @@
 // How every call of several ranks opens and closes.
 //
-// A rank puts its header into every rank's control buffer and raises its flag there: it has begun the call, and this
-// is what the call means to it. Headers lie by the epoch's turn and by source; in a dispatch, counts follow each. A
-// flag that shows the epoch says that the header is here, and that its rank has let go of what it received before.
+// A rank puts its header into every rank's control buffer: it has begun the call, and this is what the call means to it.
+// Headers lie by the epoch's turn and by source. Each word carries the epoch, so it says itself that it is here, and
+// that its rank has let go of what it received before. In a dispatch, counts follow once they are known.
 //
 // A call is one kernel, or two: one that sends and one that receives, between which the next call may be opened. So up
 // to two calls are open at a time: whoever opens call n has received call n - 2, as the host makes sure.
@@ -15,7 +15,7 @@
 #include "device/sync/arrival.cuh"
 #include "device/transport/peer.cuh"
 
-constexpr int kHeaderWords = 4;  // status, region, hash of the options
+constexpr int kHeaderWords = 4;  // status, region, hash of the options; counts come behind them
 constexpr int kMostBlocks = 64;
 constexpr int kMostArrivals = 4;
 constexpr int kRegionWord = 1;
@@ -44,8 +44,7 @@ struct Arrivals {
 
 struct Call {
     const uint64* peers;  // [W] device memory: every rank's control buffer
-    uint64 flags;         // uint32 [W]; between nodes [kTurns][W]
-    uint64 headers;       // int32 [kTurns][W][kHeaderWords + counts]
+    uint64 headers;       // StampedWord [kTurns][W][header_words<counts>]
     uint32* epoch;        // device memory [2]: calls opened so far; ranks that take no part, from the next call on
     uint32* half_epoch;   // device memory [2]: the turn of the call whose halves are two kernels, from send to receive
     uint32* blocks_out;   // device memory: blocks that have left this call, and how many of them in vain
@@ -55,7 +54,7 @@ struct Call {
     uint64 open_timeout_ns;  // for other ranks to begin the call: their hosts may be busy with something else
     uint64 timeout_ns;       // for everything after that
     uint64* trace;           // null, or [blocks][kMarks] times in ns
-    uint64 some_flags;       // in the control buffer: flags that only some calls raise,
+    uint64 some_flags;       // in the control buffer, behind headers: flags, which only some calls raise,
     uint64 num_some_flags;   // and how many
     uint32* block_flags;     // null, or device memory [2][kMostBlocks]: flags that blocks raise for each other
     uint64 left_flags;       // in the control buffer: uint32 [W]: a rank sends nothing more in this call, which was refused
@@ -127,17 +126,18 @@ __device__ __forceinline__ const PeerWindow<kRanks>& window_of(const uint64* pee
 }
 
 template <int kCounts>
-constexpr int header_words = (kHeaderWords + kCounts + 3) / 4 * 4;  // whole 16-byte units
+constexpr int header_words = (kHeaderWords + kCounts + 3) / 4 * 4;  // between nodes they travel as units of 16 bytes
 
 template <int kRanks, int kCounts>
 __device__ __forceinline__ uint64 header_offset(const Call& call, uint32 epoch, int source) {
-    return call.headers + static_cast<uint64>(epoch % kTurns * kRanks + source) * header_words<kCounts> * sizeof(int32);
+    return call.headers +
+           static_cast<uint64>(epoch % kTurns * kRanks + source) * header_words<kCounts> * sizeof(StampedWord);
 }
 
-// All ranks' headers of a call, in the order of ranks, once it has opened.
+// All ranks' headers of a call, in the order of ranks.
 template <int kRanks, int kCounts>
-__device__ __forceinline__ const int32* headers_of(const Call& call, uint32 epoch) {
-    return window_of<kRanks>(call.peers).template local<const int32>(
+__device__ __forceinline__ const StampedWord* headers_of(const Call& call, uint32 epoch) {
+    return window_of<kRanks>(call.peers).template local<const StampedWord>(
         call.rank, header_offset<kRanks, kCounts>(call, epoch, 0));
 }
 
@@ -156,75 +156,119 @@ __device__ __forceinline__ uint64 flags_of(uint64 first, uint32 epoch, int of_ra
     return first + static_cast<uint64>(epoch % kTurns) * kRanks * of_rank * sizeof(uint32);
 }
 
-// The header of a source to all ranks, then its flag. One block calls it, with all its threads.
-template <int kRanks, int kCounts, int kThreads, int kNodeRanks = kRanks>
-__device__ __forceinline__ void tell_ranks(const Call& call, Turn turn, int source, int num_counts,
-                                           const int32* header) {
+// Words [kBegin, kEnd) of a source's header to all ranks. A block calls it with all its threads.
+template <int kRanks, int kCounts, int kThreads, int kBegin, int kEnd>
+__device__ __forceinline__ void tell_ranks(const Call& call, Turn turn, int source, const int32* header) {
+    constexpr int kWords = kEnd - kBegin;
     const uint64 place = header_offset<kRanks, kCounts>(call, turn.epoch, source);
-    const int units = (kHeaderWords + num_counts + 3) / 4;
-    for (int i = threadIdx.x; i < units * kRanks; i += kThreads)
-        if (!turn.leaves_out(i % kRanks))
-            window_of<kRanks>(call.peers).put_16(i % kRanks, place, i / kRanks,
-                                                 reinterpret_cast<const Vec16*>(header)[i / kRanks]);
-    __syncthreads();
-    if (threadIdx.x < kRanks && !turn.leaves_out(threadIdx.x))
-        window_of<kRanks>(call.peers)
-            .signals(threadIdx.x, flags_of<kRanks, kNodeRanks>(call.flags, turn.epoch, 1))
-            .raise(source, turn.epoch);
+    for (int i = threadIdx.x; i < kWords * kRanks; i += kThreads) {
+        const int rank = i / kWords, word = kBegin + i % kWords;
+        if (turn.leaves_out(rank)) continue;
+        auto* to = window_of<kRanks>(call.peers).template staging<StampedWord>(rank, place) + word;
+        store_relaxed_sys(to, StampedWord{header[word], turn.epoch});
+    }
 }
 
-// This rank's header to all ranks, then its flag. One block calls it, with all its threads. `header`, in shared
-// memory, has the counts behind kHeaderWords that are filled in here.
-template <int kRanks, int kCounts, int kThreads, int kNodeRanks = kRanks>
-__device__ void announce_call(const Call& call, Turn turn, int num_counts, int32* header) {
+// This rank has begun the call: what it means to it, to all ranks. One block calls it, with all its threads. Its first
+// kHeaderWords of `header`, in shared memory, are filled in here.
+template <int kRanks, int kCounts, int kThreads>
+__device__ void announce_call(const Call& call, Turn turn, int32* header) {
     if (threadIdx.x < kHeaderWords)
         header[threadIdx.x] = threadIdx.x == 0             ? call.status
                               : threadIdx.x == kRegionWord ? call.region
                               : threadIdx.x == kHashWord   ? static_cast<int32>(call.options_hash)
                                                            : static_cast<int32>(call.options_hash >> 32);
     __syncthreads();
-    tell_ranks<kRanks, kCounts, kThreads, kNodeRanks>(call, turn, call.rank, num_counts, header);
+    // Whoever hears it may overwrite what earlier kernels have read, and reads what this block has sent before.
+    fence_acq_rel_sys();
+    tell_ranks<kRanks, kCounts, kThreads, 0, kHeaderWords>(call, turn, call.rank, header);
 }
 
-// All ranks' headers are here, and all of them mean the same call. Every block calls it, with all its threads, and
-// gets the same answer on all ranks, unless a wait expires; block 0 records what is wrong, unless another kernel of the
-// same call does.
-template <int kRanks, int kCounts, bool kRecords = true, int kNodeRanks = kRanks>
+// This rank's counts, behind kHeaderWords in `header`, to all ranks. The block that announces calls it.
+template <int kRanks, int kCounts, int kThreads>
+__device__ void tell_counts(const Call& call, Turn turn, const int32* header) {
+    tell_ranks<kRanks, kCounts, kThreads, kHeaderWords, kHeaderWords + kCounts>(call, turn, call.rank, header);
+}
+
+// One thread waits for a word of a header, and takes its value. False: expired. Behind fence_acquire_sys, what its rank
+// did before it announced the call is visible.
+__device__ __forceinline__ bool wait_for_word(const StampedWord* word, uint32 epoch, const Deadline& deadline,
+                                              uint32 peer, int32& value) {
+    const auto look = [word, &value] {
+        const StampedWord seen = load_relaxed_sys(word);
+        value = seen.value;
+        return seen.epoch;
+    };
+    return poll(look, [epoch](uint32 seen) { return seen == epoch; }, epoch, deadline, peer, kPhaseOpen);
+}
+
+// All ranks have begun the call, and all of them mean the same. Every block calls it, with all its threads, and gets the
+// same answer on all ranks, unless a wait expires; block 0 records what is wrong, unless another kernel of the same call
+// does.
+template <int kRanks, int kCounts, int kThreads, bool kRecords = true, int kNodeRanks = kRanks>
 __device__ Opened await_call(const Call& call, Turn turn) {
+    constexpr int kStride = header_words<kCounts>;
     const Deadline deadline = opening_deadline_of(call);
-    const int peer = threadIdx.x;
-    bool here = true;
-    int32 status = 0;
-    bool differs = false;
-    const bool takes_part = peer < kRanks && !turn.leaves_out(peer);
-    if (takes_part) {
-        const PeerSignals flags = window_of<kRanks>(call.peers)
-                                      .signals(call.rank, flags_of<kRanks, kNodeRanks>(call.flags, turn.epoch, 1));
-        here = flags.template wait<Flag::kEveryCall>(peer, turn.epoch, deadline,
-                                                     writer_for<kRanks, kNodeRanks>(call, peer), kPhaseOpen);
+    const StampedWord* all = headers_of<kRanks, kCounts>(call, turn.epoch);
+    const int first = __ffs(~turn.masked) - 1;
+    bool here = true, same = true;
+    for (int i = threadIdx.x; i < kRanks * kHeaderWords; i += kThreads) {
+        const int peer = i / kHeaderWords, word = i % kHeaderWords;
+        if (turn.leaves_out(peer)) continue;
+        int32 value = 0, wanted = 0;
+        const auto wait = [&](int source, int32& found) {
+            return wait_for_word(all + source * kStride + word, turn.epoch, deadline,
+                                 writer_for<kRanks, kNodeRanks>(call, source), found);
+        };
+        here = here && wait(peer, value) && (word < kHashWord || wait(first, wanted));
+        same = same && (word == kRegionWord || value == wanted);
     }
+    fence_acquire_sys();
     if (!__syncthreads_and(here)) return Opened::kExpired;
-    if (takes_part) {
-        const int32* all = headers_of<kRanks, kCounts>(call, turn.epoch);
-        const int32* first = all + (__ffs(~turn.masked) - 1) * header_words<kCounts>;
-        const int32* header = all + peer * header_words<kCounts>;
-        status = header[0];
-        for (int word = kHashWord; word < kHeaderWords; ++word) differs = differs || header[word] != first[word];
-    }
-    if (__syncthreads_and(status == 0 && !differs)) return Opened::kGo;
+    if (__syncthreads_and(same)) return Opened::kGo;
     if (kRecords && blockIdx.x == 0 && threadIdx.x < 32) {
+        const int peer = threadIdx.x;
+        const bool takes_part = peer < kRanks && !turn.leaves_out(peer);
+        const StampedWord *header = all + (takes_part ? peer : first) * kStride, *wanted = all + first * kStride;
+        const int32 status = header->value;
+        bool differs = false;
+        for (int word = kHashWord; word < kHeaderWords; ++word)
+            differs = differs || header[word].value != wanted[word].value;
         // Who only follows a fault of the call before comes behind who has one of this call.
-        const uint32 own_fault = __ballot_sync(~0u, status == kOwnFault);
-        const uint32 faulty = own_fault != 0 ? own_fault : __ballot_sync(~0u, status != 0);
-        const uint32 differing = __ballot_sync(~0u, differs);
-        if (faulty != 0 && threadIdx.x == __ffs(faulty) - 1) {
+        const uint32 own_fault = __ballot_sync(~0u, takes_part && status == kOwnFault);
+        const uint32 faulty = own_fault != 0 ? own_fault : __ballot_sync(~0u, takes_part && status != 0);
+        const uint32 differing = __ballot_sync(~0u, takes_part && differs);
+        if (faulty != 0 && peer == __ffs(faulty) - 1) {
             call.record->status = status;
-            store_release_sys(&call.record->faulty_rank, threadIdx.x + 1);
+            store_release_sys(&call.record->faulty_rank, peer + 1);
         }
-        if (differing != 0 && threadIdx.x == __ffs(differing) - 1)
-            store_release_sys(&call.record->differing_rank, threadIdx.x + 1);
+        if (differing != 0 && peer == __ffs(differing) - 1) store_release_sys(&call.record->differing_rank, peer + 1);
     }
     return Opened::kRefused;
+}
+
+// All ranks' counts are here, of a call that has opened. A block calls it with all its threads. False: a wait has expired.
+template <int kRanks, int kCounts, int kThreads, int kNodeRanks = kRanks>
+__device__ bool await_counts(const Call& call, Turn turn) {
+    constexpr int kAtOnce = 4;  // loads of a thread
+    const StampedWord* all = headers_of<kRanks, kCounts>(call, turn.epoch) + kHeaderWords;
+    const auto word_of = [&](int i) { return all + i / kCounts * header_words<kCounts> + i % kCounts; };
+    bool here = true;
+    for (int i = threadIdx.x; i < kRanks * kCounts; i += kAtOnce * kThreads) {
+        uint32 seen[kAtOnce];
+#pragma unroll
+        for (int j = 0, at = i; j < kAtOnce; ++j, at += kThreads)
+            seen[j] = at < kRanks * kCounts ? load_relaxed_sys(word_of(at)).epoch : turn.epoch;
+#pragma unroll
+        for (int j = 0, at = i; j < kAtOnce; ++j, at += kThreads) {
+            if (seen[j] == turn.epoch || turn.leaves_out(at / kCounts)) continue;
+            int32 count;
+            here = here && wait_for_word(word_of(at), turn.epoch, deadline_of(call),
+                                         writer_for<kRanks, kNodeRanks>(call, at / kCounts), count);
+        }
+    }
+    fence_acquire_sys();
+    return __syncthreads_and(here);
 }
 
 // Every one of `blocks` blocks of every rank has raised its flag: what it sends is here. Flags of a rank begin `stride`
@@ -243,15 +287,21 @@ __device__ bool wait_for_blocks(const Call& call, const PeerSignals& flags, int3
     return __syncthreads_and(here);
 }
 
-// One warp forgets flags that were raised long ago. Calls count in 32 bits: a flag that nobody has raised since would
-// count again, 2^32 calls later. Ranks that are ahead may raise it meanwhile.
+// One warp forgets flags, and words of headers, that came long ago. Calls count in 32 bits: what nobody has written since
+// would count again, 2^32 calls later. Ranks that are ahead may write it meanwhile.
 __device__ __forceinline__ void forget_old_flags(const Call& call, uint32 epoch, int lane) {
-    constexpr int32 kOld = 2 * kTurns;
-    const auto* bases = reinterpret_cast<const uint64*>(call.peers);
-    auto* flags = reinterpret_cast<uint32*>(bases[call.rank] + call.some_flags);
+    constexpr int kOld = 2 * kTurns;
+    const uint64 own = reinterpret_cast<const uint64*>(call.peers)[call.rank];
+    const auto is_old = [epoch](uint32 seen) { return seen != 0 && static_cast<int32>(epoch - seen) > kOld; };
+    auto* flags = reinterpret_cast<uint32*>(own + call.some_flags);
     for (uint64 i = lane; i < call.num_some_flags; i += 32) {
         const uint32 seen = load_relaxed_sys(flags + i);
-        if (seen != 0 && static_cast<int32>(epoch - seen) > kOld) compare_and_swap_relaxed_sys(flags + i, seen, 0);
+        if (is_old(seen)) compare_and_swap_relaxed_sys(flags + i, seen, 0);
+    }
+    auto* words = reinterpret_cast<StampedWord*>(own + call.headers);
+    for (uint64 i = lane; i < (call.some_flags - call.headers) / sizeof(StampedWord); i += 32) {
+        const StampedWord seen = load_relaxed_sys(words + i);
+        if (is_old(seen.epoch)) compare_and_swap_relaxed_sys(words + i, seen, StampedWord{0, 0});
     }
 }
 

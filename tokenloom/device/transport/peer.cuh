@@ -45,16 +45,16 @@ struct PeerSignals {
 
     // One thread of the owner waits until a signal reaches `wanted`, and acquires at system scope: what its sender
     // ordered before it is visible to this thread then, and behind a barrier to its block. False: a wait has expired.
-    template <Flag kKind = Flag::kSomeCalls, class Index>
+    template <class Index>
     __device__ __forceinline__ bool wait(Index index, uint32 wanted, const Deadline& deadline, uint32 peer,
                                          uint32 phase) const {
-        return wait_for_flag<kKind>(first + index, wanted, deadline, peer, phase);
+        return wait_for_flag(first + index, wanted, deadline, peer, phase);
     }
 
     // The same without waiting. False: not yet.
-    template <Flag kKind = Flag::kSomeCalls, class Index>
+    template <class Index>
     __device__ __forceinline__ bool is_raised(Index index, uint32 wanted) const {
-        return has_reached<kKind>(load_acquire_sys(first + index), wanted);
+        return has_reached(load_acquire_sys(first + index), wanted);
     }
 };
 

@@ -28,9 +28,9 @@ __device__ void barrier(const BarrierArgs& args) {
     const Turn turn = turn_of(args.call);
     Opened opened = Opened::kExpired;
     if (!__syncthreads_or(has_expired(deadline_of(args.call)))) {
-        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, 0, header);
+        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, header);
         if (threadIdx.x == 0) mark(args.call, kSent);
-        opened = await_call<Shape::num_ranks, kCounts>(args.call, turn);
+        opened = await_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn);
     }
     if (threadIdx.x == 0) mark(args.call, kHeard);
     let_next_kernel_begin();  // not before: it takes SMs from whoever computes while ranks wait for each other

@@ -106,7 +106,7 @@ __device__ bool combine_rows(const CombineArgs& args, Turn turn) {
     if (Shape::part != kReceive && blockIdx.x == gridDim.x - 1) {
         // Blocks start in order: when the last one runs, none of this rank lacks an SM.
         if constexpr (kWeightsFromHome) send_weights<Shape>(args, turn);
-        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, 0, shared.header);
+        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, shared.header);
     }
     if (warp == 0) shared.progress.clear(lane);
     if constexpr (CombineRows<Shape>::kCopies) {
@@ -118,7 +118,7 @@ __device__ bool combine_rows(const CombineArgs& args, Turn turn) {
         push_eagerly<Shape>(args, shared, turn, warp, lane);
         if constexpr (!Roles::kSums) return true;
     }
-    const Opened opened = await_call<Shape::num_ranks, kCounts, Roles::kSums>(args.call, turn);
+    const Opened opened = await_call<Shape::num_ranks, kCounts, Shape::threads, Roles::kSums>(args.call, turn);
     if (threadIdx.x == 0) mark(args.call, kHeard);
     if (opened != Opened::kGo) return opened == Opened::kRefused && !Roles::kSums;  // the other half says what is wrong
     if constexpr (kPushesEagerly && kWeightsFromHome) push_eagerly<Shape>(args, shared, turn, warp, lane);

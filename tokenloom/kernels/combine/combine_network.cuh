@@ -199,14 +199,15 @@ __device__ void sum_home(const CombineNetworkArgs& args, int turn, int warp, int
 template <class Shape>
 __device__ void find_fault(const CombineNetworkArgs& args, NodeHeader& found, uint32 epoch) {
     constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
-    const int32* headers = headers_of<Shape::num_ranks, kCounts>(args.call, epoch);
+    const StampedWord* headers = headers_of<Shape::num_ranks, kCounts>(args.call, epoch);
     const int first = args.call.rank / Shape::node_ranks * Shape::node_ranks;
     found.status = kDiffers;
     found.faulty_rank = args.call.rank + 1;
     for (int r = first + Shape::node_ranks - 1; r >= first; --r) {
-        const int32 *header = headers + r * header_words<kCounts>, *base = headers + first * header_words<kCounts>;
-        const bool differs = header[kHashWord] != base[kHashWord] || header[kHashWord + 1] != base[kHashWord + 1];
-        const int32 status = header[0] != 0 ? header[0] : differs ? kDiffers : 0, before = found.status;
+        const StampedWord *header = headers + r * header_words<kCounts>, *base = headers + first * header_words<kCounts>;
+        const bool differs = header[kHashWord].value != base[kHashWord].value ||
+                             header[kHashWord + 1].value != base[kHashWord + 1].value;
+        const int32 status = header->value != 0 ? header->value : differs ? kDiffers : 0, before = found.status;
         const bool tells_more = before == kDiffers || status == kOwnFault;
         if (status != 0 && (tells_more || (status != kDiffers && before != kOwnFault))) {
             found.status = status;
@@ -218,7 +219,7 @@ __device__ void find_fault(const CombineNetworkArgs& args, NodeHeader& found, ui
 // Neighbours have begun the call, and mean the same. Who sends and receives records what is wrong once.
 template <class Shape, bool kRecords>
 __device__ __forceinline__ Opened await_neighbours(const CombineNetworkArgs& args, Turn neighbours) {
-    const Opened opened = await_call<Shape::num_ranks, Shape::num_ranks + Shape::num_experts, kRecords,
+    const Opened opened = await_call<Shape::num_ranks, Shape::num_ranks + Shape::num_experts, Shape::threads, kRecords,
                                      Shape::node_ranks>(args.call, neighbours);
     if (threadIdx.x == 0) mark(args.call, kHeard);
     return opened;
@@ -233,8 +234,7 @@ __device__ Opened send_sums(const CombineNetworkArgs& args, CombineNetworkShared
     const Rail& rail = args.rail;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = turn.epoch & (args.combine_turns - 1);
     if (blockIdx.x == gridDim.x - 1)  // blocks start in order: when it runs, none of this rank lacks an SM
-        announce_call<Shape::num_ranks, kCounts, Shape::threads, Shape::node_ranks>(args.call, neighbours, 0,
-                                                                                     shared.header);
+        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, neighbours, shared.header);
     if (warp == 0) shared.progress.clear(lane);
     find_node_bases<Shape>(args, memory, turn);
     push_eagerly<Shape>(args, shared, neighbours, warp, lane);

@@ -8,6 +8,8 @@ from typing import Any
 
 HEADER_WORDS = 4
 """Words of what ranks tell each other when a call opens, before counts; kHeaderWords of device/transport/call.cuh."""
+STAMPED_WORD_BYTES = 8
+"""Of a word that carries its call; StampedWord of device/ptx/types.cuh."""
 TURNS = 4
 """Calls that take turns in headers, and in regions that ranks write before others have opened; kTurns of
 device/sync/wait.cuh."""
@@ -47,7 +49,7 @@ class Call(ctypes.Structure):
     """Mirror of Call in device/transport/call.cuh, which says what each value is."""
 
     _fields_ = [
-        *uint64_fields("peers", "flags", "headers", "epoch", "half_epoch", "blocks_out", "claimed", "fault"),
+        *uint64_fields("peers", "headers", "epoch", "half_epoch", "blocks_out", "claimed", "fault"),
         *uint64_fields("fault_claimed", "open_timeout_ns", "timeout_ns", "trace", "some_flags", "num_some_flags"),
         *uint64_fields("block_flags", "left_flags", "arrivals", "options_hash", "record"),
         *int32_fields("status", "region"),

@@ -1,8 +1,11 @@
 // Dispatch: every row goes straight to its final place on the ranks that hold its experts.
 //
-//   all blocks      count the routes of their chunk; the last block sends the totals to all ranks   (count_routes.cuh)
-//                   and find which of its rows, and of its routes, each one is                               (route.cuh)
-//   all blocks      wait for all ranks' counts; go on only if all ranks mean the same call       (transport/call.cuh)
+//   last block      tells all ranks that this one has begun the call, and then its counts         (transport/call.cuh)
+//   all blocks      count the routes of their chunk, and find which of its rows, and of its routes, each one is
+//                                                                                      (count_routes.cuh, route.cuh)
+//   all blocks      wait until all ranks have begun; go on only if they mean the same call
+//   all blocks      wait for all ranks' counts. In layout rank only block 0 does, and where the host does not wait for
+//                   counts it comes behind the rows: these have fixed places
 //   block 0         writes down the counts of this rank's output, for the host too if it waits           (results.cuh)
 //   layouts token, rank
 //     sending warps take token after token: stream its row, or quantise it, to all of its destinations,     (send.cuh)
@@ -72,6 +75,18 @@ __device__ bool send_and_fill(const DispatchArgs& args, DispatchShared<Shape>& s
     return done;
 }
 
+// What follows from all ranks' counts, once they are here: where this block's rows go, and, in block 0, what this rank
+// receives. False: a wait has expired.
+template <class Shape>
+__device__ bool publish(const DispatchArgs& args, RouteShared<Shape>& route, const AllCounts<Shape>& counts) {
+    if (!await_counts<Shape::num_ranks, RouteShared<Shape>::kCounts, Shape::threads>(args.call, counts.turn)) return false;
+    find_bases<Shape>(args, route, counts);
+    if (blockIdx.x != 0) return true;
+    publish_counts<Shape>(args, route, counts);
+    notify_host<Shape>(args);
+    return true;
+}
+
 // All that a block does before it leaves. False, in any thread: the dispatch does not take place, or not all of it.
 template <class Shape>
 __device__ bool dispatch_rows(const DispatchArgs& args, Turn turn) {
@@ -92,12 +107,15 @@ __device__ bool dispatch_rows(const DispatchArgs& args, Turn turn) {
     if (warp < shared.kRings) DispatchShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
     if (threadIdx.x < Shape::num_ranks) shared.control.bases[threadIdx.x] = args.call.peers[threadIdx.x];
     mbarrier_init_fence();
+    if (block == blocks - 1)  // blocks start in order: when it runs, none of this rank lacks an SM
+        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, route.header);
     if (!count_all_routes<Shape>(args, route, chunk, turn)) return false;
     if (threadIdx.x == 0) mark(args.call, kCounted);
     if (block == blocks - 1) {
         for (int i = threadIdx.x; i < kCounts; i += Shape::threads)
             route.header[kHeaderWords + i] = route.before[i] + route.chunk[i];
-        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, kCounts, route.header);
+        __syncthreads();
+        tell_counts<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, route.header);
     }
     find_slots<Shape>(args, route, shared.running, chunk, turn);  // while counts of other ranks are on their way
     int32* places = args.slots + static_cast<int64>(args.num_tokens) * Shape::num_ranks;
@@ -108,24 +126,29 @@ __device__ bool dispatch_rows(const DispatchArgs& args, Turn turn) {
         store_release_gpu(slots_found(args) + block, epoch);
         mark(args.call, kPlaced);
     }
-    const Opened opened = await_call<Shape::num_ranks, kCounts>(args.call, turn);
-    if (threadIdx.x == 0) mark(args.call, kHeard);
+    const Opened opened = await_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn);
     if (opened != Opened::kGo) {
         if (opened == Opened::kRefused && block == 0) notify_host<Shape>(args);  // which reads the record first
         return false;
     }
-
-    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch) + kHeaderWords, turn};
-    if (threadIdx.x < Shape::num_ranks)
+    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch), turn};
+    if (threadIdx.x < Shape::num_ranks) {
         shared.data.bases[threadIdx.x] = args.peers[threadIdx.x] + counts.region(threadIdx.x) * args.region_bytes;
-    find_bases<Shape>(args, route, counts);
-    if (block == 0) {
-        publish_counts<Shape>(args, route, counts);
-        notify_host<Shape>(args);
+        if constexpr (Places<Shape>::kFixed) route.row_base[threadIdx.x] = args.call.rank * args.max_tokens;
     }
-    bool all_fit = true;
-    for (int r = 0; r < Shape::num_ranks; ++r) all_fit = all_fit && route.needed[r] <= args.capacity;
-    if (!all_fit && args.stop_on_overflow) return true;
+    // Rows whose places are fixed leave before counts are here, unless the host waits for these.
+    const bool publishes_last = Places<Shape>::kFixed && args.host_counts == nullptr;
+    if (publishes_last || (Places<Shape>::kFixed && block != 0)) {
+        __syncthreads();
+    } else if (!publish<Shape>(args, route, counts)) {
+        return false;
+    }
+    if (threadIdx.x == 0) mark(args.call, kHeard);
+    if constexpr (!Places<Shape>::kFixed) {
+        bool all_fit = true;
+        for (int r = 0; r < Shape::num_ranks; ++r) all_fit = all_fit && route.needed[r] <= args.capacity;
+        if (!all_fit && args.stop_on_overflow) return true;
+    }
 
     bool done = true;  // what this thread's warp had to do
     if constexpr (Places<Shape>::kDirect) {
@@ -140,6 +163,7 @@ __device__ bool dispatch_rows(const DispatchArgs& args, Turn turn) {
                 .from(args.call.rank * Shape::max_blocks)
                 .raise(block, epoch);
         if (threadIdx.x == 0) mark(args.call, kNotified);
+        if (publishes_last && block == 0 && !publish<Shape>(args, route, counts)) return false;
         if (Shape::part == kWhole && block == 0) done = wait_for_sources<Shape>(args, turn, blocks);
     }
     if (threadIdx.x == 0) mark(args.call, kDone);
@@ -156,8 +180,9 @@ __device__ bool receive_rows(const DispatchArgs& args, Turn turn) {
     constexpr int kCounts = RouteShared<Shape>::kCounts;
     if (__syncthreads_or(has_expired(deadline_of(args.call)))) return false;
     // The sending half has said what is wrong with the call.
-    if (await_call<Shape::num_ranks, kCounts, false>(args.call, turn) != Opened::kGo) return false;
-    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch) + kHeaderWords, turn};
+    if (await_call<Shape::num_ranks, kCounts, Shape::threads, false>(args.call, turn) != Opened::kGo) return false;
+    if (!await_counts<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn)) return false;
+    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch), turn};
     if (threadIdx.x < Shape::num_ranks) {
         shared.control.bases[threadIdx.x] = args.call.peers[threadIdx.x];
         shared.data.bases[threadIdx.x] = args.peers[threadIdx.x] + counts.region(threadIdx.x) * args.region_bytes;

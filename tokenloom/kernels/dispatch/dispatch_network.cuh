@@ -37,14 +37,16 @@ __device__ bool send_to_nodes(const DispatchNetworkArgs& args, NetworkShared<Sha
     if (warp < shared.kRings) DispatchShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
     if (threadIdx.x < Shape::num_ranks) route.row_base[threadIdx.x] = args.call.rank * args.max_tokens;
     mbarrier_init_fence();
+    if (blockIdx.x == gridDim.x - 1)  // blocks start in order: when it runs, none of this rank lacks an SM
+        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, neighbours, route.header);
     if (!count_all_routes<Shape>(args, route, chunk, turn)) return false;
     if (threadIdx.x == 0) mark(args.call, kCounted);
     find_node_rows<Shape>(args, memory.nodes, chunk, turn);
     if (blockIdx.x == gridDim.x - 1) {
         for (int i = threadIdx.x; i < kCounts; i += Shape::threads)
             route.header[kHeaderWords + i] = route.before[i] + route.chunk[i];
-        announce_call<Shape::num_ranks, kCounts, Shape::threads, Shape::node_ranks>(args.call, neighbours, kCounts,
-                                                                                     route.header);
+        __syncthreads();
+        tell_counts<Shape::num_ranks, kCounts, Shape::threads>(args.call, neighbours, route.header);
         pack_headers<Shape>(args, route.header, memory.nodes, packed);
     }
     find_slots<Shape>(args, route, shared.running, chunk, turn);
@@ -86,7 +88,7 @@ __device__ bool receive_from_nodes(const DispatchNetworkArgs& args, NetworkShare
     // Whoever has a fault receives nothing, and others may take long until they receive, and forward, what is theirs. So
     // it leaves when neighbours and its rail have begun the call.
     if (args.call.status != 0) {
-        await_call<Shape::num_ranks, RouteShared<Shape>::kCounts, false, Shape::node_ranks>(
+        await_call<Shape::num_ranks, RouteShared<Shape>::kCounts, Shape::threads, false, Shape::node_ranks>(
             args.call, near<Shape::node_ranks>(turn, args.call.rank));
         return false;
     }

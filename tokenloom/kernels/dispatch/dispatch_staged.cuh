@@ -44,12 +44,15 @@ __device__ bool send_staged(const DispatchArgs& args, DispatchShared<Shape>& sha
         route.row_base[threadIdx.x] = args.call.rank * args.max_tokens;
     }
     mbarrier_init_fence();
+    if (blockIdx.x == gridDim.x - 1)  // blocks start in order: when it runs, none of this rank lacks an SM
+        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, route.header);
     if (!count_all_routes<Shape>(args, route, chunk, turn)) return false;
     if (threadIdx.x == 0) mark(args.call, kCounted);
     if (blockIdx.x == gridDim.x - 1) {
         for (int i = threadIdx.x; i < kCounts; i += Shape::threads)
             route.header[kHeaderWords + i] = route.before[i] + route.chunk[i];
-        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, kCounts, route.header);
+        __syncthreads();
+        tell_counts<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, route.header);
     }
     find_slots<Shape>(args, route, shared.running, chunk, turn);
     int32* places = args.slots + static_cast<int64>(args.num_tokens) * Shape::num_ranks;
@@ -81,9 +84,10 @@ __device__ bool receive_staged(const DispatchArgs& args, StagedShared<Shape>& sh
     constexpr int kCounts = RouteShared<Shape>::kCounts;
     auto& route = shared.send.route;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (await_call<Shape::num_ranks, kCounts, true, Shape::node_ranks>(args.call, turn) != Opened::kGo) return false;
+    if (await_call<Shape::num_ranks, kCounts, Shape::threads, true, Shape::node_ranks>(args.call, turn) != Opened::kGo) return false;
     if (threadIdx.x == 0) mark(args.call, kHeard);
-    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch) + kHeaderWords, turn};
+    if (!await_counts<Shape::num_ranks, kCounts, Shape::threads, Shape::node_ranks>(args.call, turn)) return false;
+    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, epoch), turn};
     find_bases<Shape>(args, route, counts);
     find_source_bases<Shape>(args, shared.spread, counts);
     if (blockIdx.x == 0) publish_counts<Shape>(args, route, counts);

@@ -254,8 +254,9 @@ __device__ bool forward_rows(const DispatchNetworkArgs& args, const DispatchShar
             const int32 rows = same ? header[Rows::kCountWord] : 0, end = min((c + 1) * rail.chunk_rows, rows);
             if (c == 0 && blockIdx.x == 0) {
                 if (threadIdx.x == 0) args.forwarded_rows[node] = rows;
-                tell_ranks<Shape::num_ranks, RouteShared<Shape>::kCounts, Shape::threads, Shape::node_ranks>(
-                    args.call, neighbours, source, RouteShared<Shape>::kCounts, header);
+                constexpr int kCounts = RouteShared<Shape>::kCounts;
+                tell_ranks<Shape::num_ranks, kCounts, Shape::threads, 0, kHeaderWords + kCounts>(args.call, neighbours,
+                                                                                                source, header);
             }
             for (int32 row = c * rail.chunk_rows + warp * gridDim.x + blockIdx.x; row < end;
                  row += gridDim.x * (Shape::threads / 32))

@@ -135,23 +135,26 @@ __device__ bool send_all_routes(const SendRoutesArgs& args, Turn turn) {
     }
     if (threadIdx.x < Shape::num_ranks) shared.data.bases[threadIdx.x] = args.peers[threadIdx.x];
     mbarrier_init_fence();
+    if (blockIdx.x == gridDim.x - 1)  // blocks start in order: when it runs, none of this rank lacks an SM
+        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, shared.header);
     if (!count_all_routes<Shape>(args, shared, chunk, turn)) return false;
     if (threadIdx.x == 0) mark(args.call, kCounted);
     if (blockIdx.x == gridDim.x - 1) {
         for (int i = threadIdx.x; i < kCounts; i += Shape::threads)
             shared.header[kHeaderWords + i] = shared.before[i] + shared.chunk[i];
-        announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, kCounts, shared.header);
+        __syncthreads();
+        tell_counts<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, shared.header);
     }
     if constexpr (Shape::kept_tokens != 0) {
         pack_chunk<Shape>(args, shared, chunk, warp, lane);
         if (threadIdx.x == 0) mark(args.call, kFilled);
     }
-    const Opened opened = await_call<Shape::num_ranks, kCounts>(args.call, turn);
+    const Opened opened = await_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn);
     let_next_kernel_begin();  // not before: other ranks' hosts may be busy, and the GEMMs take all SMs that are left
     if (threadIdx.x == 0) mark(args.call, kHeard);
-    if (opened != Opened::kGo) return false;
+    if (opened != Opened::kGo || !await_counts<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn)) return false;
 
-    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, turn.epoch) + kHeaderWords, turn};
+    const AllCounts<Shape> counts{headers_of<Shape::num_ranks, kCounts>(args.call, turn.epoch), turn};
     find_places<Shape>(args, shared, counts);
     __syncthreads();
     if (blockIdx.x == 0) publish_bounds<Shape>(args, shared, counts, turn.epoch);

@@ -36,6 +36,17 @@ inline uint32 compare_and_swap_relaxed_sys(uint32* address, uint32 expected, uin
     if (before == expected) *address = value;
     return before;
 }
+inline StampedWord load_relaxed_sys(const StampedWord* address) {
+    emulated_yield();
+    return *address;
+}
+inline void store_relaxed_sys(StampedWord* address, StampedWord word) {
+    *address = word;
+    emulated_yield();
+}
+inline void compare_and_swap_relaxed_sys(StampedWord* address, StampedWord expected, StampedWord word) {
+    if (address->value == expected.value && address->epoch == expected.epoch) *address = word;
+}
 inline Vec16 load_16_once(const void* address) { return *static_cast<const Vec16*>(address); }
 inline Vec16 load_shared_16(const void* shared) { return *static_cast<const Vec16*>(shared); }
 inline void store_16(void* address, Vec16 v) { *static_cast<Vec16*>(address) = v; }
