@@ -36,14 +36,14 @@ struct CombineArgs {
     int32 combine_turns;    // a power of two: calls take turns by their epochs
     uint64 own_sums;        // pre_reduce only: address of [M] rows for the sums of this rank's own tokens
     int32 send_blocks;      // eager between nodes: of the kernel that sends, on all ranks
-    int32 push_blocks;      // the first so many blocks push rows before they sum; not if eager or dense
+    int32 push_blocks;      // the first so many blocks push rows: before they sum, or, if eager, instead; not if dense
 };
 
 // Which weights rows are multiplied by: none, those that came with the dispatch, or those that home sends in this call.
 enum Weights : int { kNoWeights = 0, kReceivedWeights = 1, kHomeWeights = 2 };
 
-// What a kernel does. An eager one has few rows: all warps push, then all of them sum. In others some blocks push, with a
-// notify warp each, while the others sum: an SM that sends into a full link has little of its path to memory left.
+// What a kernel does. Some blocks push while the others sum: an SM that sends into a full link has little of its path to
+// memory left. In an eager kernel, which has few rows, all warps of a block push; in others one warp notifies.
 template <class Shape>
 struct CombineRoles {
     static constexpr int kWarps = Shape::threads / 32;
@@ -55,9 +55,15 @@ struct CombineRoles {
     static constexpr bool kSumsInRings = kSums && !kArrives && Shape::node_ranks == Shape::num_ranks;
     static constexpr bool kChunks = kSends && Shape::eager == 0;  // rows go home in chunks, each with a flag
 
-    // The first so many blocks push before they sum.
+    // The first so many blocks push.
     static __device__ __forceinline__ int32 push_blocks(const CombineArgs& args) {
-        return !kChunks ? 0 : kSums ? args.push_blocks : gridDim.x;
+        return !kSends ? 0 : kSums && (kChunks || kArrives) ? args.push_blocks : gridDim.x;
+    }
+
+    // Blocks from here on sum first of all. A block by itself does both.
+    static __device__ __forceinline__ int32 first_sum_block(const CombineArgs& args) {
+        const int32 push = push_blocks(args);
+        return kArrives && push == gridDim.x ? 0 : push;
     }
 };
 

@@ -11,8 +11,8 @@
 // A chunk is a few consecutive rows of one (expert rank, home rank) pair, so home starts long before the last row is
 // sent. README.md has the protocol.
 //
-// Eager (small plans): buffers take turns by four, so nobody waits before it pushes. All warps push. When all ranks have
-// begun, all warps sum: each word of a row says by itself that it is here.                        (sync/arrival.cuh)
+// Eager (small plans): buffers take turns by four, so nobody waits before it pushes. When all ranks have begun, other
+// blocks sum: each word of a row says by itself that it is here.                                  (sync/arrival.cuh)
 //
 // Weights may come from home: a rank sends those of its tokens before it says that it has begun, so that whoever has
 // heard of all ranks finds them. Then eager warps push only behind that.

@@ -111,7 +111,7 @@ class CombineVariant(SharesWork):
 
     @property
     def work(self) -> Work | None:
-        if self.eager or self.dense:
+        if self.dense:
             return None
         plan, hidden = self.plan, self.hidden or self.plan.hidden
         rows = plan.top_k if self.mode == "per_route" else ranks_of_token(plan.num_ranks, plan.top_k)  # of a token
@@ -119,11 +119,13 @@ class CombineVariant(SharesWork):
         y_bytes, wire_bytes = hidden * self.y_dtype.itemsize, hidden * self.wire_dtype.itemsize
         if self.layout == "expert":  # rows for this rank's own tokens are sent too
             pushed = plan.top_k * y_bytes + rows * wire_bytes
-        elif self.copies:
+        elif self.y_dtype == self.wire_dtype:
             pushed = 2 * from_peers * wire_bytes
         else:
             pushed = rows * (y_bytes + wire_bytes)
         added = rows * wire_bytes + hidden * self.out_dtype.itemsize
+        if self.eager:  # what is read is set back
+            added += (from_peers if self.layout != "expert" and self.y_dtype == self.wire_dtype else rows) * wire_bytes
         return Work(
             pushed * 1e-3 / PUSH_GB_PER_S, added * 1e-3 / ADD_GB_PER_S, from_peers * wire_bytes * 1e-3 / LINK_GB_PER_S
         )

@@ -290,13 +290,14 @@ struct BlockRows {
     };
 
     const CombineShared<Shape>& shared;
-    int32 next_part, parts, total = 0;
+    int32 num_blocks, next_part, parts, total = 0;
     int32 home, first = 0;  // the home rank of the last row, and the rows for those before it
 
     __device__ BlockRows(const CombineArgs& args, const CombineShared<Shape>& shared_, int warp)
-        : shared(shared_), next_part(warp), home(first_home(args.call.rank)) {
+        : shared(shared_), num_blocks(CombineRoles<Shape>::push_blocks(args)), next_part(warp),
+          home(first_home(args.call.rank)) {
         for (int s = 0; s < Shape::num_ranks; ++s) total += shared.received[s];
-        const int32 num_blocks = gridDim.x, rows_of_block = (total + num_blocks - 1) / num_blocks;
+        const int32 rows_of_block = (total + num_blocks - 1) / max(num_blocks, 1);
         parts = min(max(2 * Shape::push_warps / max(rows_of_block, 1), 1), kSlices);
     }
 
@@ -315,7 +316,7 @@ struct BlockRows {
     }
 
     __device__ __forceinline__ bool next(const CombineArgs& args, Row& row, int lane) {
-        const int32 item = next_part / parts * gridDim.x + blockIdx.x, part = next_part % parts;
+        const int32 item = next_part / parts * num_blocks + blockIdx.x, part = next_part % parts;
         if (item >= total) return false;
         next_part += Shape::push_warps;
         while (item >= first + shared.received[home]) {
@@ -338,6 +339,7 @@ struct BlockRows {
 // Eager: what a block sends. Between nodes then one signal to each rank, since a release takes as long as a few rows.
 template <class Shape>
 __device__ void push_eagerly(const CombineArgs& args, CombineShared<Shape>& shared, Turn turn, int warp, int lane) {
+    if (blockIdx.x >= CombineRoles<Shape>::push_blocks(args)) return;
     typename CombineRows<Shape>::Push stream(shared.push[warp], lane);
     BlockRows<Shape> rows(args, shared, warp);
     push_all<Shape>(args, rows, stream, lane, [](const auto&) {}, [](const auto&) {});

@@ -47,11 +47,11 @@ struct SumSource {
           flags(shared.control.signals(args.call.rank, args.chunk_flags)),
           received(shared.data.staging_address(args.call.rank, shared.combine_recv)),
           first_own(first_row<Shape>(args, shared, args.call.rank)), claims(args.call.claimed + 1, lane) {
-        const int32 push_blocks = CombineRoles<Shape>::push_blocks(args), blocks = gridDim.x - push_blocks;
+        const int32 first = CombineRoles<Shape>::first_sum_block(args), blocks = gridDim.x - first;
         num_warps = blocks * CombineRoles<Shape>::kWarps;
         parts = Rows::Sum::Row::parts(max(args.num_tokens, 1), max(num_warps, 1));
         num_items = args.num_tokens * parts;
-        const int32 block = blockIdx.x - push_blocks;
+        const int32 block = blockIdx.x - first;
         item = block < 0 ? num_warps + claims.take() : warp * blocks + block;
         load();
     }
@@ -126,6 +126,7 @@ template <class Shape>
 __device__ bool sum_arriving_rows(const CombineArgs& args, const CombineShared<Shape>& shared, Turn turn, int warp,
                                   int lane) {
     using Rows = CombineRows<Shape>;
+    if (blockIdx.x < CombineRoles<Shape>::first_sum_block(args)) return true;
     for (SumSource<Shape> sums(args, shared, turn, warp, lane); sums.more(); sums.advance()) {
         const Terms terms = sums.terms();
         auto* to = static_cast<unsigned char*>(args.out) + sums.token() * Rows::kOutBytes;
