@@ -9,7 +9,7 @@ import torch
 
 from tests.kernels.one_gpu import DEVICE
 from tests.kernels.played_peer import Homeward, counts_of, num_chunks, received_by_rank_0, sent_home
-from tests.kernels.silent_peer import BLOCKS, STALE, Rank0, int32, signed
+from tests.kernels.silent_peer import ABSENT, BLOCKS, NAN_THAT_TRAVELS, STALE, Rank0, int32, signed
 from tests.kernels.staged_calls import stale
 from tests.support.cases import BF16, Problem, expert_rows, same_bits, same_bytes
 from tokenloom import reference
@@ -18,9 +18,6 @@ from tokenloom.kernels.combine.launch import CombineVariant, max_chunks
 from tokenloom.kernels.common import HEADER_WORDS, TURNS
 from tokenloom.plan import ROUTE_LAYOUTS
 from tokenloom.runtime.kernel_reports import CallOutcome
-
-ABSENT, NAN_THAT_TRAVELS = -1, 0x7FFFFFFF
-"""A word that has not come: every bit is set. NaNs like that are sent as others."""
 
 
 @dataclass(frozen=True)

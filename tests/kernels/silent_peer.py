@@ -22,6 +22,8 @@ SLOTS = 3
 """Slots of records, in turns; a call of two kernels has two."""
 STALE = 1
 """Every word of memory that a test does not set: a number like any other, that addresses nothing out of bounds."""
+ABSENT, NAN_THAT_TRAVELS = -1, 0x7FFFFFFF
+"""A word that has not come: every bit is set. NaNs like that are sent as others."""
 
 
 def int32(values: Any) -> torch.Tensor:

@@ -10,10 +10,10 @@ import torch
 
 from tests.kernels.one_gpu import DEVICE
 from tests.kernels.played_peer import counts_of, sent_rows
-from tests.kernels.silent_peer import BLOCKS, STALE, Rank0, int32, signed
+from tests.kernels.silent_peer import ABSENT, BLOCKS, NAN_THAT_TRAVELS, STALE, Rank0, int32, signed
 from tests.support.cases import FP8, Problem, same_bytes, same_routed
 from tokenloom.backends.peers.buffers import staged_layout
-from tokenloom.kernels.common import HEADER_WORDS, MAX_BLOCKS, TURNS, block_count_words
+from tokenloom.kernels.common import HEADER_WORDS, TURNS, block_count_words
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.runtime.kernel_reports import CallOutcome
 
@@ -58,7 +58,7 @@ class StagedBuffers:
         plan = rank0.plan
         self.rank0, self.row_dtype = rank0, row_dtype
         self.layout = staged_layout(plan, max(row_dtype.itemsize, 2), 0)
-        self.memory = rank0.stale(self.layout)
+        self.memory = rank0.stale(self.layout, ABSENT)
         self.expected = self.memory[1].cpu()
         self.peers = rank0.addresses(self.memory)
         self.block_counts = int32([0] * block_count_words(plan))
@@ -85,7 +85,10 @@ class StagedBuffers:
             if values is None or len(values) == 0:
                 continue
             part = self.part(name, memory, turn, source)[: len(values)]
-            part.view(torch.uint8).copy_(values.view(len(values), -1).view(torch.uint8))
+            if name in ("row_ids", "row_places"):  # -1 says that a word is absent
+                values = values + 1
+            words = values.view(len(values), -1).view(torch.int32)
+            part.view(torch.int32).copy_(torch.where(words == ABSENT, NAN_THAT_TRAVELS, words))
 
 
 class StagedCall:
@@ -170,7 +173,7 @@ class StagedCall:
         args.num_tokens, args.max_tokens = len(self.x), plan.max_tokens_per_rank
         args.capacity = self.capacity if self.options.layout == "slots" else self.places
         args.alignment, args.ids_are_int64 = self.options.alignment, self.topk_ids.dtype == torch.int64
-        args.send_blocks = self.options.blocks
+        args.peer_blocks = variant.sending_blocks(self.options.blocks)
         return kernel
 
     # -- rank 1 ---------------------------------------------------------------------------------------------
@@ -180,11 +183,12 @@ class StagedCall:
         self.rank0.open_by_rank_1(counts_of(self.problem, 1), epoch=self.epoch, **header)
 
     def send_by_rank_1(self, but_last: int = 0) -> None:
-        """Put its rows into the region of this call, then say so for its blocks, but for so many of the last."""
-        turn = self.epoch % TURNS
-        self.buffers.put(self.buffers.memory[0], self.problem, self.options, 1, 0, turn)
-        last = MAX_BLOCKS + self.options.blocks
-        self.rank0.words("done_flags")[MAX_BLOCKS : last - but_last] = signed(self.epoch)
+        """Put its rows into the region of this call, but for so many of the last words."""
+        turn, memory = self.epoch % TURNS, self.buffers.memory[0]
+        self.buffers.put(memory, self.problem, self.options, 1, 0, turn)
+        if but_last:
+            last = len(sent_rows(self.problem, 1, 0).row_tokens) - 1
+            self.buffers.part("rows", memory, turn, 1)[last].view(torch.int32)[-but_last:] = ABSENT
 
     # -- rank 0 ---------------------------------------------------------------------------------------------
 
@@ -228,10 +232,13 @@ class StagedCall:
             given |= {"to_fp8": True, "power_of_two_scales": options.quantize == "power of two"}
         want = self.problem.dispatched(**given, bounded=True, scale_layout=options.scale_layout)[0]
         same_routed(self.routed(), want, self.problem.plan, bounded=True)
+        first = self.buffers.layout.offset(f"rows{self.epoch % TURNS}")
+        size = self.buffers.layout.offset("rows1") - self.buffers.layout.offset("rows0")
+        assert (self.buffers.memory[0].view(torch.uint8)[first : first + size] == 0xFF).all(), "words are absent again"
 
     def check_sent(self) -> None:
-        """What rank 0 has sent rank 1: the header with its counts, its rows with all that belongs to them, its flags.
-        Nothing else of rank 1's memory was touched.
+        """What rank 0 has sent rank 1: the header with its counts, its rows with all that belongs to them. Nothing else
+        of rank 1's memory was touched.
         """
         buffers, rank0, plan = self.buffers, self.rank0, self.problem.plan
         buffers.put(buffers.expected, self.problem, self.options, 0, 1, self.epoch % TURNS)
@@ -248,6 +255,3 @@ class StagedCall:
         header, epochs = rank0.header(0, 1, self.epoch)[: HEADER_WORDS + len(counts)].T.tolist()
         assert (header[:2], header[HEADER_WORDS:]) == ([0, 0], counts)
         assert set(epochs) == {signed(self.epoch)}
-        flags = torch.zeros(plan.num_ranks * MAX_BLOCKS, dtype=torch.int32)
-        flags[: self.options.blocks] = signed(self.epoch)
-        same_bytes(rank0.words("done_flags", 1)[: len(flags)], flags, "rank 1's flags of blocks")

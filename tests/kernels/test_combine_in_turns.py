@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.combine_calls import ABSENT, CombineBuffers, CombineCall, Summed
+from tests.kernels.combine_calls import CombineBuffers, CombineCall, Summed
 from tests.kernels.one_gpu import needs_one_gpu
 from tests.kernels.played_peer import problem_of_two
-from tests.kernels.silent_peer import Rank0, error_of
+from tests.kernels.silent_peer import ABSENT, Rank0, error_of
 from tests.kernels.test_staged_dispatch import BASE, each_case, epochs_from, problems, receive_behind, run_call
 from tests.support.cases import BF16, FP16, FP32, Case, Problem
 from tokenloom.kernels.combine.launch import LONE_ROWS

@@ -67,7 +67,10 @@ class Memory:
     def view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         offset, _ = self.layout.places[name]
         size = dtype.itemsize * torch.Size(shape).numel()
-        return self._memory[offset : offset + size].view(dtype).view(shape)
+        return self.bytes(offset, size).view(dtype).view(shape)
+
+    def bytes(self, begin: int, num_bytes: int) -> torch.Tensor:
+        return self._memory[begin : begin + num_bytes]
 
     def copy_to(self, rank: int, offset: int, rows: torch.Tensor) -> None:
         pass

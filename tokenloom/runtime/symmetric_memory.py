@@ -144,8 +144,12 @@ class SymmetricBuffer:
         offset, size = self.layout.places[name]
         num_bytes = dtype.itemsize * int(torch.Size(shape).numel())
         assert num_bytes <= size, f"{name} has {size} bytes, {num_bytes} were asked for"
+        return self.bytes(offset, num_bytes).view(dtype).view(shape)
+
+    def bytes(self, begin: int, num_bytes: int) -> torch.Tensor:
+        """So many bytes of it, uint8, which may belong to several parts. They keep the memory, as a view does."""
         assert self._memory is not None, "the buffer was closed"
-        return self._memory[offset : offset + num_bytes].view(dtype).view(shape)
+        return self._memory[begin : begin + num_bytes]
 
 
 def close_together(buffers: Iterable[SymmetricBuffer]) -> None:

@@ -237,7 +237,10 @@ class FakeBuffer:
     def view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         offset, _ = self.layout.places[name]
         size = dtype.itemsize * int(torch.Size(shape).numel())
-        return self._memory[offset : offset + size].view(dtype).view(shape)
+        return self.bytes(offset, size).view(dtype).view(shape)
+
+    def bytes(self, begin: int, num_bytes: int) -> torch.Tensor:
+        return self._memory[begin : begin + num_bytes]
 
     def copy_to(self, rank: int, offset: int, values: torch.Tensor) -> None:
         here.group.drain(here.rank)  # copies happen on the stream

@@ -169,8 +169,19 @@ def _in_turns(plan: Plan, size: int) -> BufferLayout:
     return BufferLayout.of(places)
 
 
-ARRIVING: tuple[MakeLayout, ...] = (sums_in_turns_layout, routes_in_turns_layout)
-"""Buffers in which eager calls await rows word by word."""
+ARRIVING: dict[MakeLayout, tuple[str, str]] = {
+    staged_layout: ("rows", "row_tokens"),
+    sums_in_turns_layout: ("combine_recv", "combine_recv"),
+    routes_in_turns_layout: ("combine_recv", "combine_recv"),
+}
+"""Buffers in which rows are awaited word by word, the latter two by eager calls: their first and last part that they are
+awaited in."""
+
+
+def arriving_part(layout: BufferLayout, names: tuple[str, str], turn: int) -> tuple[int, int]:
+    """Bytes of a buffer before those in which rows of a turn are awaited, and how many these are."""
+    first, (last, size) = layout.offset(f"{names[0]}{turn}"), layout.places[f"{names[1]}{turn}"]
+    return first, last + size - first
 
 
 def gather_layout(plan: Plan, value_bytes: int, rows: int) -> BufferLayout:
@@ -476,10 +487,9 @@ class Buffers(DispatchCount):
                 size = each(self._plan, value_bytes, rows)
                 fill = ABSENT_BYTE if each in ARRIVING else 0
                 made = self._buffers[each, value_bytes] = SymmetricBuffer(size, self._launcher.ranks, fill)
-                if each in ARRIVING and self._is_eager:
-                    (first, num_bytes), (second, _) = (size.places[f"combine_recv{turn}"] for turn in range(2))
-                    arrivals = made.view("combine_recv0", torch.uint8, (num_bytes,))
-                    self._launcher.add_arrivals(arrivals, second - first)
+                if self._arrives(each):
+                    (first, num_bytes), (second, _) = (arriving_part(size, ARRIVING[each], turn) for turn in range(2))
+                    self._launcher.add_arrivals(made.bytes(first, num_bytes), second - first)
         return self._buffers[key]
 
     def has_for_dispatch(self, options: DispatchOptions, value_bytes: int, width: int | None = None) -> bool:
@@ -525,15 +535,17 @@ class Buffers(DispatchCount):
     @property
     def have_arrivals(self) -> bool:
         """Whether rows of eager calls come to some of them."""
-        return self._is_eager and any(layout in ARRIVING for layout, _ in self._buffers)
+        return any(self._arrives(layout) for layout, _ in self._buffers)
 
     def set_arrivals_back(self) -> None:
         """Make all rows absent that say by themselves that they are here, while no rank sends any."""
         for (layout, _), buffer in self._buffers.items():
-            if layout in ARRIVING:
-                for name, (_, size) in buffer.layout.places.items():
-                    if name.startswith("combine_recv"):
-                        buffer.view(name, torch.uint8, (size,)).fill_(ABSENT_BYTE)
+            if self._arrives(layout):
+                for turn in range(TURNS):
+                    buffer.bytes(*arriving_part(buffer.layout, ARRIVING[layout], turn)).fill_(ABSENT_BYTE)
+
+    def _arrives(self, layout: MakeLayout) -> bool:
+        return layout is staged_layout or (layout in ARRIVING and self._is_eager)
 
     def take_all(self) -> list[SymmetricBuffer]:
         """Those that exist, for the end: nothing here views them any more."""

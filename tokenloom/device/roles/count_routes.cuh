@@ -19,11 +19,18 @@ struct Chunk {
     int32 begin, end;
 };
 
-__device__ __forceinline__ int32 chunk_size(int32 num_tokens) { return (num_tokens + gridDim.x - 1) / gridDim.x; }
+__device__ __forceinline__ int32 chunk_size(int32 num_tokens, int32 blocks) { return (num_tokens + blocks - 1) / blocks; }
+
+__device__ __forceinline__ int32 chunk_size(int32 num_tokens) { return chunk_size(num_tokens, gridDim.x); }
+
+// Blocks behind the first so many have empty ones.
+__device__ __forceinline__ Chunk chunk_of(int32 num_tokens, int32 block, int32 blocks) {
+    const int32 size = chunk_size(num_tokens, blocks), begin = min(block * size, num_tokens);
+    return {begin, min(begin + size, num_tokens)};
+}
 
 __device__ __forceinline__ Chunk chunk_of(int32 num_tokens, int32 block) {
-    const int32 size = chunk_size(num_tokens), begin = min(block * size, num_tokens);
-    return {begin, min(begin + size, num_tokens)};
+    return chunk_of(num_tokens, block, gridDim.x);
 }
 
 // Expert of route token * K + k, or -1.

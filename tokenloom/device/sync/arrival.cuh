@@ -18,6 +18,21 @@ struct ArrivingStores {
         for (uint32& word : v.word) word = word == kAbsent ? kAbsent >> 1 : word;
         store_16_relaxed_sys(to, v);
     }
+
+    static __device__ __forceinline__ void store(uint32* to, uint32 word) {
+        store_relaxed_sys(to, word == kAbsent ? kAbsent >> 1 : word);
+    }
+};
+
+// The first type if rows arrive so, else the second.
+template <bool kArrives, class Arriving, class Signalled>
+struct IfArrives {
+    using Type = Signalled;
+};
+
+template <class Arriving, class Signalled>
+struct IfArrives<true, Arriving, Signalled> {
+    using Type = Arriving;
 };
 
 __device__ __forceinline__ bool has_arrived(const Vec16& v) {
@@ -29,6 +44,22 @@ __device__ __forceinline__ bool wait_for_16(const void* from, uint32 epoch, cons
                                             uint32 phase) {
     const auto look = [from] { return static_cast<uint32>(has_arrived(load_16_relaxed_sys(from))); };
     return poll(look, [](uint32 here) { return here != 0; }, epoch, deadline, peer, phase);
+}
+
+// The same for words of 32 bits, which are asked for together. Null: there is none.
+template <int kWords>
+__device__ __forceinline__ bool wait_for_words(const uint32* const (&from)[kWords], uint32 (&words)[kWords], uint32 epoch,
+                                               const Deadline& deadline, uint32 peer, uint32 phase) {
+    bool here = true;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = from[i] == nullptr ? 0 : load_relaxed_sys(from[i]);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+        if (words[i] != kAbsent) continue;
+        const auto look = [&] { return words[i] = load_relaxed_sys(from[i]); };
+        here = here && poll(look, [](uint32 word) { return word != kAbsent; }, epoch, deadline, peer, phase);
+    }
+    return here;
 }
 
 // One thread, of what it has read. A plain store: its own loads come before, and others write there behind this kernel.

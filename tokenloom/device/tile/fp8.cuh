@@ -151,7 +151,7 @@ struct RowToQuantize {
 };
 
 // Quantises a row of kDtype to the targets of all lanes in the mask, its scales to their scale targets.
-template <int kDtype, int kHidden, bool kPowerOfTwo>
+template <int kDtype, int kHidden, bool kPowerOfTwo, class Stores = PlainStores>
 __device__ __forceinline__ void quantize_row(const unsigned char* from, uint64 target, uint64 scale_target,
                                              uint32 targets, int lane) {
     using Row = RowToQuantize<kDtype, kHidden>;
@@ -159,28 +159,29 @@ __device__ __forceinline__ void quantize_row(const unsigned char* from, uint64 t
         Row::template tile<kPowerOfTwo>(from, tile, lane, [&](bool inside, int index, const Vec16& codes, float scale) {
             for (uint32 rest = targets; rest != 0; rest &= rest - 1) {
                 auto* to = reinterpret_cast<unsigned char*>(of_lane(target, rest));
-                auto* scales = reinterpret_cast<float*>(of_lane(scale_target, rest));
-                if (inside) store_16(to + index * Row::kLaneValues, codes);
-                if (inside && lane % Row::kBlockLanes == 0) scales[index / Row::kBlockLanes] = scale;
+                auto* scales = reinterpret_cast<uint32*>(of_lane(scale_target, rest));
+                if (inside) Stores::store(to + index * Row::kLaneValues, codes);
+                if (inside && lane % Row::kBlockLanes == 0)
+                    Stores::store(scales + index / Row::kBlockLanes, __float_as_uint(scale));
             }
         });
 }
 
 // Quantises a row of kDtype with one scale to the targets of all lanes in the mask, the scale to their scale targets.
-template <int kDtype, int kHidden, bool kPowerOfTwo>
+template <int kDtype, int kHidden, bool kPowerOfTwo, class Stores = PlainStores>
 __device__ __forceinline__ void quantize_whole_row(const unsigned char* from, uint64 target, uint64 scale_target,
                                                    uint32 targets, int lane) {
     using Row = RowToQuantize<kDtype, kHidden>;
     const Fp8Scale scale = fp8_scale<kPowerOfTwo>(Row::largest(from, lane));
     for (uint32 rest = targets; rest != 0; rest &= rest - 1) {
-        auto* to = reinterpret_cast<float*>(of_lane(scale_target, rest));
-        if (lane == 0) *to = scale.scale;
+        auto* to = reinterpret_cast<uint32*>(of_lane(scale_target, rest));
+        if (lane == 0) Stores::store(to, __float_as_uint(scale.scale));
     }
     for (int tile = 0; tile < Row::Row::kCount; ++tile)
         Row::tile_by(scale.factor, from, tile, lane, [&](bool inside, int index, const Vec16& codes) {
             for (uint32 rest = targets; rest != 0; rest &= rest - 1) {
                 auto* to = reinterpret_cast<unsigned char*>(of_lane(target, rest));
-                if (inside) store_16(to + index * Row::kLaneValues, codes);
+                if (inside) Stores::store(to + index * Row::kLaneValues, codes);
             }
         });
 }

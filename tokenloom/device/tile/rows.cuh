@@ -33,7 +33,7 @@ __device__ __forceinline__ T of_lane(T value, uint32 lanes) {
 
 // Copies one row to the targets of all lanes in the mask, or its tiles from `begin` to `end`, where warps share it. A lane has
 // up to kMostSteps loads in flight.
-template <int kRowBytes, int kMostSteps = 14>
+template <int kRowBytes, int kMostSteps = 14, class Stores = PlainStores>
 __device__ __forceinline__ void copy_row(const unsigned char* from, uint64 target, uint32 targets, int lane,
                                          int begin = 0, int end = Tiles<kRowBytes / 16, kMostSteps>::kCount) {
     using Row = Tiles<kRowBytes / 16, kMostSteps>;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void copy_row(const unsigned char* from, uint64 targe
             auto* to = reinterpret_cast<unsigned char*>(of_lane(target, rest));
 #pragma unroll
             for (int step = 0; step < Row::kSteps; ++step)
-                if (Row::unit(tile, step, lane, index)) store_16(to + index * 16, units[step]);
+                if (Row::unit(tile, step, lane, index)) Stores::store(to + index * 16, units[step]);
         }
     }
 }

@@ -75,9 +75,10 @@ __device__ __forceinline__ Group<kValues> unpack(const PackedGroup<kDtype, kValu
     return group;
 }
 
-// Stores of 16 bytes that a signal behind them announces, or a kernel's end.
+// Stores that a signal behind them announces, or a kernel's end.
 struct PlainStores {
     static __device__ __forceinline__ void store(void* to, Vec16 v) { store_16(to, v); }
+    static __device__ __forceinline__ void store(uint32* to, uint32 word) { *to = word; }
 };
 
 template <int kDtype, int kValues, class Stores = PlainStores>

@@ -17,7 +17,7 @@
 
 constexpr int kHeaderWords = 4;  // status, region, hash of the options; counts come behind them
 constexpr int kMostBlocks = 64;
-constexpr int kMostArrivals = 4;
+constexpr int kMostArrivals = 8;
 constexpr int kRegionWord = 1;
 constexpr int kHashWord = 2;
 constexpr int kClaims = 3;  // kinds of work in one kernel that warps claim: rows to send, to fill or add, own ones

@@ -94,17 +94,6 @@ struct Chunks {
     }
 };
 
-// The first type if rows arrive by themselves, else the second.
-template <bool kArrives, class Arriving, class Signalled>
-struct IfArrives {
-    using Type = Signalled;
-};
-
-template <class Arriving, class Signalled>
-struct IfArrives<true, Arriving, Signalled> {
-    using Type = Arriving;
-};
-
 template <class Shape>
 struct CombineRows {
     static constexpr bool kArrives = CombineRoles<Shape>::kArrives;

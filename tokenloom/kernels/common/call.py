@@ -15,7 +15,7 @@ TURNS = 4
 device/sync/wait.cuh."""
 CLAIMS = 3
 """Kinds of work in one kernel that warps claim; kClaims there."""
-MOST_ARRIVALS = 4
+MOST_ARRIVALS = 8
 """Buffers of a communicator in which rows say by themselves that they are here; kMostArrivals there."""
 MARKS = ("begun", "counted", "heard", "placed", "sent", "notified", "filled", "summed", "done")
 """What a block has done, by Mark of device/transport/call.cuh, when ``Call.trace`` asks.

@@ -32,8 +32,8 @@ struct DispatchArgs {
     // What calls of one kind share.
     const void* gathered;       // strategy all_gather: rows of all ranks' tokens, [W][M], which copy engines brought here
     // In the control buffer.
-    uint64 done_flags;  // uint32 [W][Shape::max_blocks]: block b of rank s has sent all its rows; between nodes
-                        // [kTurns] times that
+    uint64 done_flags;  // uint32 [W][Shape::max_blocks]: block b of rank s has sent all its rows (layouts token, rank);
+                        // between nodes [kTurns] times that
     uint64 row_flags;   // uint32 [W * M]: a received row is here (layout expert)
     // The data buffer: its address on every rank, and where things lie in its first region.
     const uint64* peers;  // [W] device memory
@@ -53,7 +53,7 @@ struct DispatchArgs {
     int32 ids_are_int64;
     int32 stop_on_overflow;  // exact sizes: send nothing if anything would be dropped
     int32 send_blocks;       // of the kernel that sends, on all ranks
-    int32 peer_blocks;       // direct: the first so many blocks send to other ranks, before they join the others
+    int32 peer_blocks;       // the first so many blocks send: direct, to other ranks, before they join the others
 };
 
 // A flag for each block, which has written its chunk's slots and places.
@@ -67,6 +67,8 @@ struct Places {
     static constexpr bool kOfRoutes = Shape::layout == kLayoutExpert || Shape::layout == kLayoutSlots;
     static constexpr bool kStaged = Shape::staged != 0;
     static constexpr bool kDirect = kOfRoutes && !kStaged;  // the sender knows the places of routes
+    static constexpr bool kArrives = kStaged && Shape::node_ranks == Shape::num_ranks;  // rows say that they are here
+    static constexpr int32 kShift = kArrives ? 1 : 0;  // what may be -1 travels so much larger: -1 says that it is absent
     static constexpr bool kFixed = Shape::layout == kLayoutRank || kStaged;  // of rows, as they arrive
     static constexpr int32 kDropped = 0x7fffffff;
 

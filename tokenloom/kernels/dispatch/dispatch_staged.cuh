@@ -1,22 +1,22 @@
 // Staged dispatch: every row goes to a region of its source on the ranks that hold its experts, and from there, on that
 // rank, to its places. No count has to be known before rows leave.
 //
-//   all blocks      count the routes of their chunk; the last block announces the call, with the totals    (route.cuh)
-//                   regions take turns by four, so nobody waits
-//   sending warps   take token after token: stream its row, or quantise it, to each rank, with ids, weights,
-//                   scales, and its number among the routes of each expert from here                        (send.cuh)
-//   all blocks      say so to all ranks
-//
-//   all blocks      wait until all ranks have opened the call, then for all of their blocks
+//   last block      tells all ranks that this one has begun the call, and then its counts         (transport/call.cuh)
+//   all blocks      count the routes of their chunk, and find which of its rows, and of its routes, each one is
+//                                                                                      (count_routes.cuh, route.cuh)
+//   sending blocks  take the tokens of their chunk: store their rows, or quantise them, at each rank, with ids, weights,
+//                   scales, and their numbers among the routes of each expert from here. Regions take turns by four, so
+//                   nobody waits                                                                       (arriving.cuh)
+//   all blocks      wait until all ranks have begun, and for all counts
 //   block 0         writes down the counts of this rank's output                                         (results.cuh)
-//   all warps       copy every row to the places of its routes                                            (spread.cuh)
+//   other blocks    copy every row to the places of its routes, as its words come                       (arriving.cuh)
 //   last block out  advances the epoch; if the call was refused or a wait has expired, it makes the results say so
 //
 // For layouts of routes: a row is copied to several places anyhow. Halves are two kernels: the upper part, and the lower.
+// Between nodes, rows wait for flags (dispatch_network.cuh, spread.cuh).
 #pragma once
+#include "kernels/dispatch/arriving.cuh"
 #include "kernels/dispatch/padding.cuh"
-#include "kernels/dispatch/send.cuh"
-#include "kernels/dispatch/spread.cuh"
 
 template <class Shape>
 struct StagedShared {
@@ -31,19 +31,15 @@ __device__ __forceinline__ uint64 turn_offset(const DispatchArgs& args, uint32 e
 // False, in any thread: the dispatch does not take place, or not all of it.
 template <class Shape>
 __device__ bool send_staged(const DispatchArgs& args, DispatchShared<Shape>& shared, Turn turn) {
-    const uint32 epoch = turn.epoch;
     constexpr int kCounts = RouteShared<Shape>::kCounts;
     auto& route = shared.route;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const Chunk chunk = chunk_of(args.num_tokens, blockIdx.x);
-    if (warp == 0) shared.progress.clear(lane);
-    if (warp < shared.kRings) DispatchShared<Shape>::Stream::init(shared.control_of_stream[warp], lane);
+    const int32 send_blocks = StagedRoles<Shape>::send_blocks(args);
+    const Chunk chunk = chunk_of(args.num_tokens, blockIdx.x, send_blocks);
     if (threadIdx.x < Shape::num_ranks) {
-        shared.control.bases[threadIdx.x] = args.call.peers[threadIdx.x];
-        shared.data.bases[threadIdx.x] = args.peers[threadIdx.x] + turn_offset(args, epoch);
+        shared.data.bases[threadIdx.x] = args.peers[threadIdx.x] + turn_offset(args, turn.epoch);
         route.row_base[threadIdx.x] = args.call.rank * args.max_tokens;
     }
-    mbarrier_init_fence();
     if (blockIdx.x == gridDim.x - 1)  // blocks start in order: when it runs, none of this rank lacks an SM
         announce_call<Shape::num_ranks, kCounts, Shape::threads>(args.call, turn, route.header);
     if (!count_all_routes<Shape>(args, route, chunk, turn)) return false;
@@ -57,23 +53,10 @@ __device__ bool send_staged(const DispatchArgs& args, DispatchShared<Shape>& sha
     find_slots<Shape>(args, route, shared.running, chunk, turn);
     int32* places = args.slots + static_cast<int64>(args.num_tokens) * Shape::num_ranks;
     find_places<Shape>(args, route, shared.running, chunk, places);
-    fence_shared_to_bulk();  // the rings take over the memory of the running counts
     __syncthreads();
-    if (threadIdx.x == 0) {
-        store_release_gpu(slots_found(args) + blockIdx.x, epoch);
-        mark(args.call, kPlaced);
-    }
-    bool done = true;
-    if (warp < Shape::send_warps) {
-        done = send_rows<Shape>(args, shared, ToRanks<Shape>{args, shared, places, turn}, chunk, epoch, warp, lane);
-        if (lane == 0) mark(args.call, kSent);
-    }
-    if (!__syncthreads_and(done)) return false;
-    if (threadIdx.x < Shape::num_ranks && !turn.leaves_out(threadIdx.x))
-        shared.control.signals(threadIdx.x, args.done_flags)
-            .from(args.call.rank * Shape::max_blocks)
-            .raise(blockIdx.x, epoch);
-    if (threadIdx.x == 0) mark(args.call, kNotified);
+    if (threadIdx.x == 0) mark(args.call, kPlaced);
+    if (blockIdx.x < send_blocks) send_arriving_rows<Shape>(args, shared, places, chunk, turn, warp, lane);
+    if (lane == 0) mark(args.call, kSent);
     return true;
 }
 
@@ -95,8 +78,13 @@ __device__ bool receive_staged(const DispatchArgs& args, StagedShared<Shape>& sh
         clear_padding<Shape>(args, route, static_cast<unsigned char*>(args.out_rows),
                              static_cast<float*>(args.out_scales), blockIdx.x * (Shape::threads / 32) + warp,
                              gridDim.x * (Shape::threads / 32), lane);
-    if (!wait_for_sources<Shape>(args, turn, args.send_blocks)) return false;
     const uint64 staging = args.peers[args.call.rank] + turn_offset(args, epoch);
+    if constexpr (Places<Shape>::kArrives) {
+        if (!spread_arriving_rows<Shape>(args, route, shared.spread, staging, epoch, warp, lane)) return false;
+        if (lane == 0) mark(args.call, kFilled);
+        return true;
+    }
+    if (!wait_for_sources<Shape>(args, turn, args.send_blocks)) return false;
     if constexpr (Places<Shape>::kOfRoutes) spread_rows<Shape>(args, route, shared.spread, staging, warp, lane);
     else spread_places<Shape>(args, route, staging, warp, lane);
     if (lane == 0) mark(args.call, kFilled);

@@ -50,9 +50,8 @@ __device__ bool fill_further_places(const DispatchArgs& args, const DispatchShar
                 from = static_cast<const unsigned char*>(args.gathered) +
                        (static_cast<int64>(source) * args.max_tokens + of_lane(token, of_row)) * Shape::row_bytes;
             [[maybe_unused]] RowScales<Shape> its_scales;
-            if constexpr (kLaysScales<Shape>)
-                spread_scales<Shape>(args, scales + first * Shape::scales_per_row, place, of_row, lane);
-            else if constexpr (Shape::scales_per_row > 0) its_scales.load(scales + first * Shape::scales_per_row, lane);
+            if constexpr (Shape::scales_per_row > 0) its_scales.load(scales + first * Shape::scales_per_row, lane);
+            if constexpr (kLaysScales<Shape>) spread_scales<Shape>(args, its_scales, place, of_row, lane);
             copy_row<Shape::row_bytes>(
                 from, reinterpret_cast<uint64>(rows) + static_cast<int64>(place) * Shape::row_bytes, further, lane);
             if constexpr (Shape::scales_per_row > 0 && !kLaysScales<Shape>) {

@@ -124,8 +124,6 @@ class DispatchVariant(SharesWork):
 
     @property
     def work(self) -> Work | None:
-        if self.staged:
-            return None
         plan, of_routes = self.plan, self.layout in ROUTE_LAYOUTS
         ranks, to_peers = plan.num_ranks, 1 - 1 / plan.num_ranks
         rows = ranks_of_token(ranks, plan.top_k)  # of a token, one for each rank that it goes to
@@ -136,6 +134,13 @@ class DispatchVariant(SharesWork):
         us = 1e-3 / STORE_GB_PER_S * row_bytes  # to store a row here
         sending = max(sent, to_peers) * SEND_US + sent * 1e-3 / SEND_GB_PER_S * row_bytes
         other = own * us + ((routes - sent) * us if of_routes else 0.0)
+        if self.staged:  # this rank's own rows are sent too; what comes is set back, and copied to all of its places
+            sent, other = rows, (rows + plan.top_k) * us
+            sending = sent * SEND_US + sent * 1e-3 / SEND_GB_PER_S * row_bytes
+            links = rows * to_peers * row_bytes * 1e-3 / LINK_GB_PER_S
+            if self.quantize:
+                sending = max(plan.hidden * self.x_dtype.itemsize * 1e-3 / QUANTIZE_GB_PER_S, sending)
+            return Work(sending, other, links)
         if self.quantize:  # whoever sends a row also stores it here
             read = plan.hidden * self.x_dtype.itemsize * 1e-3 / QUANTIZE_GB_PER_S
             sending, other = max(read, sending), other - own * us
@@ -160,6 +165,7 @@ class DispatchVariant(SharesWork):
         """
         plan, of_routes = self.plan, self.layout in ROUTE_LAYOUTS
         direct, receives = of_routes and not self.staged, self.part == "receive"
+        arrives = self.staged and not reserved_bytes  # on one node: rows leave from registers
         row_bytes = plan.hidden * self.row_dtype.itemsize
         send_warps = SEND_WARPS if not self.quantize else QUANTIZE_WARPS - 1 if direct else QUANTIZE_WARPS
         if self.staged or (direct and receives):
@@ -182,7 +188,7 @@ class DispatchVariant(SharesWork):
             room = MAX_SHARED_BYTES - route_bytes - running_bytes - 1024 - send_warps * MOST_STAGES * CONTROL_BYTES
             place_warps = max(1, min(warps, room // (4 * plan.num_experts)))
             running_bytes += 4 * place_warps * plan.num_experts
-        if self.quantize or receives:
+        if self.quantize or receives or arrives:
             stage_bytes, stages, shared_bytes = 128, 2, max(running_bytes, 256) + route_bytes + 512
             require_shared(shared_bytes)
         else:

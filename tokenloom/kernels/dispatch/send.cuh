@@ -14,6 +14,10 @@ struct TokenRoutes {
     bool is_target;    // the sending warp puts the row in this place
 };
 
+// How what goes to other ranks is stored.
+template <class Shape>
+using RowStores = typename IfArrives<Places<Shape>::kArrives, ArrivingStores, PlainStores>::Type;
+
 // Tokens come with scales; else there are none, or they are made on the way.
 template <class Shape>
 constexpr bool kBringsScales = Shape::scales_per_row > 0 && Shape::quantize == kAsIs;
@@ -94,10 +98,14 @@ __device__ __forceinline__ void send_metadata(const DispatchArgs& args, const Di
         if (lane >= Shape::top_k) continue;
         const bool here = routes.rank == rank;
         const int64 to = static_cast<int64>(row) * Shape::top_k + lane;
-        data.put(rank, args.row_ids, to, here ? routes.expert % Shape::experts_per_rank : -1);
-        if (weighted) data.put(rank, args.row_weights, to, here ? routes.weight : 0.0f);
-        if constexpr (Places<Shape>::kOfRoutes) data.put(rank, args.row_places, to, here ? routes.place : -1);
-        if (Shape::layout != kLayoutRank && lane == 0) data.put(rank, args.row_tokens, row, token);
+        const auto put = [&](uint64 offset, int64 index, uint32 word) {
+            RowStores<Shape>::store(data.template staging<uint32>(rank, offset) + index, word);
+        };
+        constexpr int32 kShift = Places<Shape>::kShift;
+        put(args.row_ids, to, (here ? routes.expert % Shape::experts_per_rank : -1) + kShift);
+        if (weighted) put(args.row_weights, to, __float_as_uint(here ? routes.weight : 0.0f));
+        if constexpr (Places<Shape>::kOfRoutes) put(args.row_places, to, (here ? routes.place : -1) + kShift);
+        if (Shape::layout != kLayoutRank && lane == 0) put(args.row_tokens, row, token);
     }
 }
 
@@ -107,7 +115,8 @@ __device__ __forceinline__ void send_scales(const DispatchArgs& args, const Disp
                                             const TokenRoutes& routes, const RowScales<Shape>& scales, int lane) {
     for (uint32 rest = __ballot_sync(~0u, routes.is_target); rest != 0; rest &= rest - 1) {
         float* to = shared.data.template staging<float>(of_lane(routes.rank, rest), args.row_scales);
-        scales.store(to + static_cast<int64>(of_lane(target_of<Shape>(routes), rest)) * Shape::scales_per_row, lane);
+        scales.template store<RowStores<Shape>>(
+            to + static_cast<int64>(of_lane(target_of<Shape>(routes), rest)) * Shape::scales_per_row, lane);
     }
 }
 
@@ -189,13 +198,16 @@ struct ToRanks {
     // For the token that send_rest comes to next.
     __device__ __forceinline__ void load(int32 token, int lane) { loads.begin(args, places, token, lane); }
 
+    __device__ __forceinline__ void find_routes(int lane) {
+        routes = only<kSent>(routes_of<Shape>(args, shared.route, loads, turn, lane), args.call.rank);
+    }
+
     // All but the row itself.
     __device__ __forceinline__ void send_rest(int32 token, int lane) {
-        routes = only<kSent>(routes_of<Shape>(args, shared.route, loads, turn, lane), args.call.rank);
+        find_routes(lane);
         send_metadata<Shape>(args, shared, routes, token, args.topk_weights != nullptr, lane);
         if constexpr (kBringsScales<Shape> && kLaysScales<Shape> && kSent == Sent::kOwn)
-            spread_scales<Shape>(args, args.scales + static_cast<int64>(token) * Shape::scales_per_row, routes.place,
-                                 __ballot_sync(~0u, routes.is_target), lane);
+            spread_scales<Shape>(args, loads.scales, routes.place, __ballot_sync(~0u, routes.is_target), lane);
         else if constexpr (kBringsScales<Shape>) send_scales<Shape>(args, shared, routes, loads.scales, lane);
     }
 
@@ -206,8 +218,9 @@ struct ToRanks {
         if (own == 0) return;
         __syncwarp();  // other lanes have written them
         const auto* scales = shared.data.template local<const float>(args.call.rank, args.row_scales);
-        spread_scales<Shape>(args, scales + static_cast<int64>(of_lane(routes.place, own)) * Shape::scales_per_row,
-                             routes.place, own, lane);
+        RowScales<Shape> laid;
+        laid.load(scales + static_cast<int64>(of_lane(routes.place, own)) * Shape::scales_per_row, lane);
+        spread_scales<Shape>(args, laid, routes.place, own, lane);
     }
 
     __device__ __forceinline__ bool is_target() const { return routes.is_target; }
@@ -232,9 +245,10 @@ __device__ __forceinline__ void quantize_token(const Way& way, const unsigned ch
     const uint32 targets = __ballot_sync(~0u, way.is_target());
     const uint64 scales = way.is_target() ? way.scales() : 0;
     if constexpr (Shape::scales_per_row * kFp8Block == Shape::hidden)
-        quantize_row<Shape::x_dtype, Shape::hidden, kPowerOfTwo>(from, target, scales, targets, lane);
+        quantize_row<Shape::x_dtype, Shape::hidden, kPowerOfTwo, RowStores<Shape>>(from, target, scales, targets, lane);
     else
-        quantize_whole_row<Shape::x_dtype, Shape::hidden, kPowerOfTwo>(from, target, scales, targets, lane);
+        quantize_whole_row<Shape::x_dtype, Shape::hidden, kPowerOfTwo, RowStores<Shape>>(from, target, scales, targets,
+                                                                                        lane);
 }
 
 // One sending warp. False: not all rows could be sent.

@@ -17,7 +17,7 @@ enum Strategy : int {
 template <class Shape>
 struct DispatchShared {
     using Stream = RowStream<Shape::row_bytes, Shape::stage_bytes, Shape::stages>;
-    static constexpr bool kStreams = Shape::quantize == kAsIs && Shape::part != kReceive;
+    static constexpr bool kStreams = Shape::quantize == kAsIs && Shape::part != kReceive && !Places<Shape>::kArrives;
     static constexpr int kRings = kStreams ? Shape::send_warps : 1;
     union {
         typename Stream::Shared stream[kRings];

@@ -1,4 +1,4 @@
-// The receiving part of a staged dispatch: rows go from where they arrived, by source, to their places on this rank.
+// Rows of a staged dispatch go from where they arrived, by source, to their places on this rank.
 #pragma once
 #include "device/tile/rows.cuh"
 #include "kernels/dispatch/results.cuh"
@@ -42,6 +42,14 @@ struct ReceivedRows {
         return static_cast<int64>(source) * args.max_tokens + (row - route.received_base[source]);
     }
 };
+
+// The place of a route, from its number among those of its source to an expert of this rank.
+template <class Shape>
+__device__ __forceinline__ int32 place_of(const DispatchArgs& args, const RouteShared<Shape>& route,
+                                          const SpreadShared<Shape>& spread, int source, int32 expert, int32 number) {
+    number += spread.source_base[source][expert];
+    return Shape::layout == kLayoutSlots ? Places<Shape>::slot(args, expert, number) : route.own_start[expert] + number;
+}
 
 // All warps of all blocks, layouts rank and token: every received row, with all that came with it, to its place, which in
 // layout rank has the number that it arrived with.
@@ -96,10 +104,8 @@ __device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& 
         if (lane < Shape::top_k) {
             const int64 route_from = from * Shape::top_k + lane, route_to = static_cast<int64>(row) * Shape::top_k + lane;
             const int32 expert = ids[route_from];
-            if (expert >= 0) {
-                const int32 number = spread.source_base[rows.source][expert] + numbers[route_from];
-                place = Shape::layout == kLayoutSlots ? To::slot(args, expert, number) : route.own_start[expert] + number;
-            }
+            if (expert >= 0)
+                place = place_of<Shape>(args, route, spread, rows.source, expert, numbers[route_from]);
             if (part == 0) {
                 args.out_ids[route_to] = expert;
                 if (args.out_weights != nullptr) args.out_weights[route_to] = weights[route_from];
@@ -111,7 +117,11 @@ __device__ void spread_rows(const DispatchArgs& args, const RouteShared<Shape>& 
         copy_row<Shape::row_bytes, kSpreadSteps>(
             staged(args.rows) + from * Shape::row_bytes, out + static_cast<int64>(place) * Shape::row_bytes, kept, lane,
             part * Row::kCount / parts, (part + 1) * Row::kCount / parts);
-        if constexpr (Shape::scales_per_row > 0)
-            if (part == 0) spread_scales<Shape>(args, scales + from * Shape::scales_per_row, place, kept, lane);
+        if constexpr (Shape::scales_per_row > 0) {
+            if (part != 0) continue;
+            RowScales<Shape> its_scales;
+            its_scales.load(scales + from * Shape::scales_per_row, lane);
+            spread_scales<Shape>(args, its_scales, place, kept, lane);
+        }
     }
 }
