@@ -12,7 +12,7 @@ from tests.kernels.one_gpu import DEVICE
 from tests.kernels.played_peer import counts_of, sent_rows
 from tests.kernels.silent_peer import ABSENT, BLOCKS, NAN_THAT_TRAVELS, STALE, Rank0, int32, signed
 from tests.support.cases import FP8, Problem, same_bytes, same_routed
-from tokenloom.backends.peers.buffers import staged_layout
+from tokenloom.backends.peers.buffers import ARRIVING, arriving_part, staged_layout
 from tokenloom.kernels.common import HEADER_WORDS, TURNS, block_count_words
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.runtime.kernel_reports import CallOutcome
@@ -61,6 +61,8 @@ class StagedBuffers:
         self.memory = rank0.stale(self.layout, ABSENT)
         self.expected = self.memory[1].cpu()
         self.peers = rank0.addresses(self.memory)
+        (first, size), (second, _) = (arriving_part(self.layout, ARRIVING[staged_layout], turn) for turn in range(2))
+        rank0.arrivals[0] = torch.tensor([self.memory[0].data_ptr() + first, second - first, size])
         self.block_counts = int32([0] * block_count_words(plan))
 
     def part(self, name: str, memory: torch.Tensor, turn: int, source: int) -> torch.Tensor:
@@ -232,9 +234,12 @@ class StagedCall:
             given |= {"to_fp8": True, "power_of_two_scales": options.quantize == "power of two"}
         want = self.problem.dispatched(**given, bounded=True, scale_layout=options.scale_layout)[0]
         same_routed(self.routed(), want, self.problem.plan, bounded=True)
-        first = self.buffers.layout.offset(f"rows{self.epoch % TURNS}")
-        size = self.buffers.layout.offset("rows1") - self.buffers.layout.offset("rows0")
-        assert (self.buffers.memory[0].view(torch.uint8)[first : first + size] == 0xFF).all(), "words are absent again"
+        self.check_set_back()
+
+    def check_set_back(self) -> None:
+        """What has come is absent again."""
+        first, size = arriving_part(self.buffers.layout, ARRIVING[staged_layout], self.epoch % TURNS)
+        assert (self.buffers.memory[0].view(torch.uint8)[first : first + size] == 0xFF).all()
 
     def check_sent(self) -> None:
         """What rank 0 has sent rank 1: the header with its counts, its rows with all that belongs to them. Nothing else

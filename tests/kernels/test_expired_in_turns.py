@@ -163,7 +163,7 @@ def test_a_call_that_is_refused(what: str, header: dict[str, int], found: tuple[
     rank0, make = calls_of(what, "")
     all_is_well(make())
     call = make()
-    if isinstance(call, CombineCall) and call.options.eager:
+    if call.options.eager:
         call.send_by_rank_1()
     if call.options.halves and call.options.eager:
         assert call.send() is None  # rank 1 opens it later
@@ -180,8 +180,7 @@ def test_a_call_that_is_refused(what: str, header: dict[str, int], found: tuple[
     assert (outcome.needed_rows, outcome.capacity) == (0, 0)
     assert error_of(rank0) is None
     check_nothing(call)
-    if isinstance(call, CombineCall):
-        call.check_set_back()
+    call.check_set_back()
     for _ in range(5):  # all turns
         all_is_well(make())
     assert error_of(rank0) is None
@@ -208,7 +207,7 @@ def test_a_refused_call_between_the_halves_of_another(what: str) -> None:
     assert error_of(rank0) is None
 
 
-@pytest.mark.parametrize("what", [name for name, options in COMBINES.items() if options.eager])
+@pytest.mark.parametrize("what", [name for name, options in OPTIONS.items() if options.eager])
 def test_rows_behind_a_refusal(what: str) -> None:
     """Rank 1 refuses the call, and may still send rows: rank 0 waits until it says that it does not, at most as long
     as for anything else.

@@ -15,13 +15,14 @@ constexpr uint32 kAbsent = 0xffffffffu;  // buffers.py fills memory with it
 struct ArrivingStores {
     static __device__ __forceinline__ void store(void* to, Vec16 v) {
 #pragma unroll
-        for (uint32& word : v.word) word = word == kAbsent ? kAbsent >> 1 : word;
+        for (uint32& word : v.word) word = present(word);
         store_16_relaxed_sys(to, v);
     }
 
-    static __device__ __forceinline__ void store(uint32* to, uint32 word) {
-        store_relaxed_sys(to, word == kAbsent ? kAbsent >> 1 : word);
-    }
+    static __device__ __forceinline__ void store(uint32* to, uint32 word) { store_relaxed_sys(to, present(word)); }
+
+   private:
+    static __device__ __forceinline__ uint32 present(uint32 word) { return word == kAbsent ? kAbsent >> 1 : word; }
 };
 
 // The first type if rows arrive so, else the second.
