@@ -180,7 +180,7 @@ __device__ void announce_call(const Call& call, Turn turn, int32* header) {
                                                            : static_cast<int32>(call.options_hash >> 32);
     __syncthreads();
     // Whoever hears it may overwrite what earlier kernels have read, and reads what this block has sent before.
-    fence_acq_rel_sys();
+    if (threadIdx.x < kRanks * kHeaderWords) fence_acq_rel_sys();
     tell_ranks<kRanks, kCounts, kThreads, 0, kHeaderWords>(call, turn, call.rank, header);
 }
 
@@ -190,15 +190,11 @@ __device__ void tell_counts(const Call& call, Turn turn, const int32* header) {
     tell_ranks<kRanks, kCounts, kThreads, kHeaderWords, kHeaderWords + kCounts>(call, turn, call.rank, header);
 }
 
-// One thread waits for a word of a header, and takes its value. False: expired. Behind fence_acquire_sys, what its rank
+// One thread waits for a word of a header. False: expired. Behind fence_acquire_sys, what its rank
 // did before it announced the call is visible.
 __device__ __forceinline__ bool wait_for_word(const StampedWord* word, uint32 epoch, const Deadline& deadline,
-                                              uint32 peer, int32& value) {
-    const auto look = [word, &value] {
-        const StampedWord seen = load_relaxed_sys(word);
-        value = seen.value;
-        return seen.epoch;
-    };
+                                              uint32 peer, StampedWord& found) {
+    const auto look = [word, &found] { return (found = load_relaxed_sys(word)).epoch; };
     return poll(look, [epoch](uint32 seen) { return seen == epoch; }, epoch, deadline, peer, kPhaseOpen);
 }
 
@@ -215,13 +211,14 @@ __device__ Opened await_call(const Call& call, Turn turn) {
     for (int i = threadIdx.x; i < kRanks * kHeaderWords; i += kThreads) {
         const int peer = i / kHeaderWords, word = i % kHeaderWords;
         if (turn.leaves_out(peer)) continue;
-        int32 value = 0, wanted = 0;
-        const auto wait = [&](int source, int32& found) {
-            return wait_for_word(all + source * kStride + word, turn.epoch, deadline,
-                                 writer_for<kRanks, kNodeRanks>(call, source), found);
+        const StampedWord *own = all + peer * kStride + word, *other = all + first * kStride + word;
+        StampedWord value = load_relaxed_sys(own), wanted = load_relaxed_sys(other);
+        const auto wait = [&](const StampedWord* from, int source, StampedWord& found) {
+            return found.epoch == turn.epoch ||
+                   wait_for_word(from, turn.epoch, deadline, writer_for<kRanks, kNodeRanks>(call, source), found);
         };
-        here = here && wait(peer, value) && (word < kHashWord || wait(first, wanted));
-        same = same && (word == kRegionWord || value == wanted);
+        here = here && wait(own, peer, value) && wait(other, first, wanted);
+        same = same && (word == kRegionWord || value.value == (word < kHashWord ? 0 : wanted.value));
     }
     fence_acquire_sys();
     if (!__syncthreads_and(here)) return Opened::kExpired;
@@ -262,7 +259,7 @@ __device__ bool await_counts(const Call& call, Turn turn) {
 #pragma unroll
         for (int j = 0, at = i; j < kAtOnce; ++j, at += kThreads) {
             if (seen[j] == turn.epoch || turn.leaves_out(at / kCounts)) continue;
-            int32 count;
+            StampedWord count;
             here = here && wait_for_word(word_of(at), turn.epoch, deadline_of(call),
                                          writer_for<kRanks, kNodeRanks>(call, at / kCounts), count);
         }

@@ -49,10 +49,13 @@ class Work:
             blocks: of the kernel.
 
         Returns:
-            1 to ``blocks``; 0 if there is nothing to send.
+            1 to ``blocks``; 0 if there is nothing to send. All, where they do not fill the links together: then they lose
+            nothing by sending first, and are all busy until the end.
         """
         if self.sending == 0:
             return 0
+        if self.sending >= self.links * blocks:
+            return blocks
         return min(blocks, math.ceil(self.sending / max(self.links, (self.sending + self.other) / blocks)))
 
     def best_blocks(self, most: int) -> int:
