@@ -1,5 +1,6 @@
 // The scales of FP8 rows: on their way, and where they lie then.
 #pragma once
+#include "device/tile/rows.cuh"
 #include "kernels/dispatch/shared.cuh"
 
 // How the scales of FP8 rows lie where they go.
