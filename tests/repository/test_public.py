@@ -20,6 +20,7 @@ ERRORS = [
     "CommunicatorBroken",
     "DeviceMismatch",
     "DtypeMismatch",
+    "ImplausibleRates",
     "InvalidArgument",
     "InvalidExpertId",
     "KernelCompileError",

@@ -18,6 +18,7 @@ from tokenloom.kernels.common import (
     PARTS,
     Call,
     FieldsAtOnce,
+    Rates,
     SharesWork,
     Work,
     describe,
@@ -27,13 +28,6 @@ from tokenloom.kernels.common import (
     ring,
     short_name,
     uint64_fields,
-)
-from tokenloom.kernels.common.sharing import (
-    LINK_GB_PER_S,
-    QUANTIZE_GB_PER_S,
-    SEND_GB_PER_S,
-    SEND_US,
-    STORE_GB_PER_S,
 )
 from tokenloom.plan import DISPATCH_STRATEGIES, ROUTE_LAYOUTS, Plan
 
@@ -122,8 +116,7 @@ class DispatchVariant(SharesWork):
         """Scales that come with a row; 0 where it is not FP8."""
         return self.plan.scales_by(self.recipe) if self.row_dtype == torch.float8_e4m3fn else 0
 
-    @property
-    def work(self) -> Work | None:
+    def work(self, rates: Rates) -> Work | None:
         if self.staged:
             return None
         plan, of_routes = self.plan, self.layout in ROUTE_LAYOUTS
@@ -133,13 +126,13 @@ class DispatchVariant(SharesWork):
         row_bytes = plan.hidden * self.row_dtype.itemsize
         sent = {"dedup": rows * to_peers, "all_to_all": routes, "all_gather": 0.0}[self.strategy]
         own = plan.top_k / ranks if of_routes else rows / ranks
-        us = 1e-3 / STORE_GB_PER_S * row_bytes  # to store a row here
-        sending = max(sent, to_peers) * SEND_US + sent * 1e-3 / SEND_GB_PER_S * row_bytes
+        us = 1e-3 / rates.store_gbytes_per_s * row_bytes  # to store a row here
+        sending = max(sent, to_peers) * rates.send_us + sent * 1e-3 / rates.send_gbytes_per_s * row_bytes
         other = own * us + ((routes - sent) * us if of_routes else 0.0)
         if self.quantize:  # whoever sends a row also stores it here
-            read = plan.hidden * self.x_dtype.itemsize * 1e-3 / QUANTIZE_GB_PER_S
+            read = plan.hidden * self.x_dtype.itemsize * 1e-3 / rates.quantize_gbytes_per_s
             sending, other = max(read, sending), other - own * us
-        return Work(sending, other, sent * row_bytes * 1e-3 / LINK_GB_PER_S)
+        return Work(sending, other, sent * row_bytes * 1e-3 / rates.link_gbytes_per_s)
 
     def __str__(self) -> str:
         rows = f"{short_name(self.x_dtype)} to fp8, {self.quantize}" if self.quantize else short_name(self.x_dtype)
