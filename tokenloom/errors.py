@@ -15,6 +15,7 @@ __all__ = [
     "CommunicatorBroken",
     "DeviceMismatch",
     "DtypeMismatch",
+    "ImplausibleRates",
     "InvalidArgument",
     "InvalidExpertId",
     "KernelCompileError",
@@ -118,6 +119,22 @@ class InvalidExpertId(TokenloomError, ValueError):
         super().__init__(
             f"topk_ids[{token}, {k}] is {expert_id}, expected -1 (unused) or 0..{num_experts - 1}"
             f" ({num_bad} such {'entry' if num_bad == 1 else 'entries'}); mask unused places with -1"
+        )
+
+
+class ImplausibleRates(TokenloomError, ValueError):
+    """A rate that was measured is far from that of any GPU of this kind.
+
+    Attributes:
+        rate: name of it, as in :class:`tokenloom.kernels.common.Rates`.
+        value: what was measured.
+    """
+
+    def __init__(self, rate: str, value: object, least: float, most: float) -> None:
+        self.rate = rate
+        self.value = value
+        super().__init__(
+            f"{rate} is {value!r}, expected {least:g} to {most:g}; measure again while nothing else uses these GPUs"
         )
 
 

@@ -49,7 +49,7 @@ REAL_GATHER = RankGroup.all_gather_object
 
 def gather_fewer(ranks: RankGroup, value: Any, phase: str) -> list[Any]:
     """As if rank 0 had an MPS limit."""
-    return REAL_GATHER(ranks, 20 if phase == "counting SMs" and ranks.rank == 0 else value, phase)
+    return REAL_GATHER(ranks, (20, value[1]) if phase == "counting SMs" and ranks.rank == 0 else value, phase)
 
 
 @on_ranks("hoppers")

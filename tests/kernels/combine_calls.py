@@ -15,7 +15,7 @@ from tests.support.cases import BF16, Problem, expert_rows, same_bits, same_byte
 from tokenloom import reference
 from tokenloom.backends.peers.buffers import routes_in_turns_layout, sums_in_turns_layout
 from tokenloom.kernels.combine.launch import CombineVariant, max_chunks
-from tokenloom.kernels.common import HEADER_WORDS, TURNS
+from tokenloom.kernels.common import H200, HEADER_WORDS, TURNS
 from tokenloom.plan import ROUTE_LAYOUTS
 from tokenloom.runtime.kernel_reports import CallOutcome
 
@@ -117,7 +117,7 @@ class CombineCall:
         args.peers, args.combine_recv = self.buffers.peers, layout.offset("combine_recv0")
         args.turn_bytes = layout.offset("combine_recv1") - args.combine_recv
         args.combine_turns, args.send_blocks = self.turns, self.options.blocks
-        args.push_blocks = variant.sending_blocks(self.options.blocks)
+        args.push_blocks = variant.sending_blocks(self.options.blocks, H200)
         args.num_tokens, args.max_tokens = len(self.topk_ids), plan.max_tokens_per_rank
         args.capacity = self.y.numel() // plan.hidden
         args.ids_are_int64 = self.topk_ids.dtype == torch.int64

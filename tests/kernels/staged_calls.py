@@ -13,7 +13,7 @@ from tests.kernels.played_peer import counts_of, sent_rows
 from tests.kernels.silent_peer import ABSENT, BLOCKS, NAN_THAT_TRAVELS, STALE, Rank0, int32, signed
 from tests.support.cases import FP8, Problem, same_bytes, same_routed
 from tokenloom.backends.peers.buffers import ARRIVING, arriving_part, staged_layout
-from tokenloom.kernels.common import HEADER_WORDS, TURNS, block_count_words
+from tokenloom.kernels.common import H200, HEADER_WORDS, TURNS, block_count_words
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.runtime.kernel_reports import CallOutcome
 
@@ -175,7 +175,7 @@ class StagedCall:
         args.num_tokens, args.max_tokens = len(self.x), plan.max_tokens_per_rank
         args.capacity = self.capacity if self.options.layout == "slots" else self.places
         args.alignment, args.ids_are_int64 = self.options.alignment, self.topk_ids.dtype == torch.int64
-        args.peer_blocks = variant.sending_blocks(self.options.blocks)
+        args.peer_blocks = variant.sending_blocks(self.options.blocks, H200)
         return kernel
 
     # -- rank 1 ---------------------------------------------------------------------------------------------
@@ -242,8 +242,8 @@ class StagedCall:
         assert (self.buffers.memory[0].view(torch.uint8)[first : first + size] == 0xFF).all()
 
     def check_sent(self) -> None:
-        """What rank 0 has sent rank 1: the header with its counts, its rows with all that belongs to them. Nothing else
-        of rank 1's memory was touched.
+        """What rank 0 has sent rank 1: the header with its counts, and its rows with all that belongs to them. Nothing
+        else of rank 1's memory was touched.
         """
         buffers, rank0, plan = self.buffers, self.rank0, self.problem.plan
         buffers.put(buffers.expected, self.problem, self.options, 0, 1, self.epoch % TURNS)

@@ -14,7 +14,7 @@ from tests.kernels.one_gpu import DEVICE, LONG_S, SHORT_S, needs_one_gpu
 from tests.kernels.silent_peer import BLOCKS, OPTIONS_HASH, Rank0, error_of, int32
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.combine.launch import CombineVariant, max_chunks
-from tokenloom.kernels.common import MAX_BLOCKS, block_count_words
+from tokenloom.kernels.common import H200, MAX_BLOCKS, block_count_words
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import PHASES, CallOutcome
@@ -52,7 +52,8 @@ class Combine:
         args.chunk_flags = rank0.layout.offset("chunk_flags")
         args.peers, args.combine_recv = rank0.addresses(self.recv), 0
         args.num_tokens, args.max_tokens, args.capacity = NUM_TOKENS, PLAN.max_tokens_per_rank, NUM_LOCAL
-        args.max_chunks, args.combine_turns, args.push_blocks = max_chunks(PLAN), 1, variant.sending_blocks(BLOCKS)
+        args.max_chunks, args.combine_turns = max_chunks(PLAN), 1
+        args.push_blocks = variant.sending_blocks(BLOCKS, H200)
 
     def send_by_rank_1(self) -> None:
         """Its rows, behind this rank's own, and their signals: a chunk each, since they are few."""
@@ -118,7 +119,7 @@ class Dispatch:
         args.slot_ranges = self.slot_ranges.data_ptr()
         args.num_tokens, args.max_tokens = NUM_LOCAL, PLAN.max_tokens_per_rank
         args.capacity, args.alignment, args.send_blocks = rows, 1, BLOCKS
-        args.peer_blocks = variant.sending_blocks(BLOCKS)
+        args.peer_blocks = variant.sending_blocks(BLOCKS, H200)
         return kernel
 
     def open_by_rank_1(self, **header: int) -> None:

@@ -20,6 +20,7 @@ ERRORS = [
     "CommunicatorBroken",
     "DeviceMismatch",
     "DtypeMismatch",
+    "ImplausibleRates",
     "InvalidArgument",
     "InvalidExpertId",
     "KernelCompileError",
@@ -86,7 +87,7 @@ PUBLIC = {
         "quantize_fp8",
         "sum_slots",
     ],
-    "tokenloom.tune": ["Profile", "profile"],
+    "tokenloom.tune": ["MeasuredRates", "Profile", "measure_rates", "profile"],
     "tokenloom.compat": ["install"],
     "tokenloom.compat.deep_ep": [
         "Buffer",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenloom.backends import registry
-from tokenloom.backends.peers import backend, buffers, outcomes
+from tokenloom.backends.peers import backend, buffers, opening, outcomes
 from tokenloom.backends.peers.opening import Launcher
 from tokenloom.backends.peers.outcomes import CAPTURED_SLOT
 from tokenloom.comm import communicator
@@ -131,6 +131,7 @@ class StandIns:
         self._patch(backend, "usable_sms", lambda index: NUM_SMS)
         self._patch(backend, "SymmetricBuffer", Memory)
         self._patch(buffers, "SymmetricBuffer", Memory)
+        self._patch(opening, "close_together", lambda buffers: None)
         # Who waits for a call looks at once, and finds it over.
         self._patch(outcomes, "LOOK_EVERY_S", -1.0)
         self._patch(outcomes.Outcomes, "_look_around", lambda *arguments: self.settle())

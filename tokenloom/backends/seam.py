@@ -47,6 +47,7 @@ class Capabilities:
         weights_from_home: a combine can multiply rows by weights that their home has, and sends along.
         weights_apart: weights can travel apart from rows, by calls of their own.
         own_transport: calls go without collectives of the process group, which could not end without a rank.
+        has_rates: calls choose their SMs by rates of the machine, which ``tokenloom tune`` measures.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -65,6 +66,7 @@ class Capabilities:
     weights_from_home: bool = False
     weights_apart: bool = True
     own_transport: bool = False
+    has_rates: bool = False
 
     @property
     def peer_memory(self) -> bool:

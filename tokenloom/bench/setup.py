@@ -18,8 +18,8 @@ from rich.table import Table
 
 from tokenloom._version import __version__
 from tokenloom.bench.tables import Fitted, counted
+from tokenloom.runtime.devices import device_name
 from tokenloom.runtime.processes import RankPool
-from tokenloom.tune.choices import device_name
 
 TRANSPORTS = {"cpu": "gloo", "cuda": "nccl"}
 """Transport of a RankPool's process groups, by device."""

@@ -1,6 +1,9 @@
-"""Which device a group uses, and what this process may use of a GPU."""
+"""Which device a group uses, its model, and what this process may use of a GPU."""
 
 from __future__ import annotations
+
+import platform
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,19 @@ def pick_device(device: torch.device | str | None, group: dist.ProcessGroup | No
             f"device is {device!r}, which torch cannot use here ({reason}); pass device='cpu'"
         ) from None
     return picked
+
+
+def device_name(device: torch.device | str) -> str:
+    """Return the model of a GPU, or of the CPU as far as the system tells it."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def usable_sms(device_index: int) -> int:

@@ -1,32 +1,28 @@
 """Chosen strategies on disk, beside the compiled kernels: one file per combination of hardware, software and shape.
 
-A file is written aside and then renamed, so it is whole or absent. An unusable file is ignored with a warning.
+An unusable file is ignored with a warning.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import os
-import platform
-import tempfile
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tokenloom import env
 from tokenloom._version import __version__
 from tokenloom.backends.seam import Strategy
+from tokenloom.runtime import kept_files
+from tokenloom.runtime.devices import device_name
 
 if TYPE_CHECKING:
     from tokenloom.comm.communicator import Communicator
 
 _SUFFIX = ".choice"
-_ASIDE = ".partial"
 
 
 @dataclass(frozen=True)
@@ -70,8 +66,7 @@ class Setting:
     @property
     def file_name(self) -> str:
         """Name of the file: the shape and a hash of the whole setting."""
-        digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
-        return f"{self.shape}-{digest}{_SUFFIX}"
+        return kept_files.name_of(self.shape, self, _SUFFIX)
 
 
 def setting_of(comm: Communicator, intermediate: int, dtype: torch.dtype) -> Setting:
@@ -93,37 +88,9 @@ def setting_of(comm: Communicator, intermediate: int, dtype: torch.dtype) -> Set
     )
 
 
-def device_name(device: torch.device | str) -> str:
-    """Return the model of a GPU, or of the CPU as far as the system tells it."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def keep(setting: Setting, strategy: Strategy) -> Path | None:
     """Write a choice, replacing the one for this setting. Return its file, or None where nothing can be written."""
-    folder = env.cache_folder()
-    content = json.dumps({"setting": asdict(setting), "strategy": asdict(strategy)}, indent=1) + "\n"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # kernels of it are run, so others may not write
-        handle, aside = tempfile.mkstemp(dir=folder, suffix=_ASIDE)
-        try:
-            with os.fdopen(handle, "w") as file:
-                os.fchmod(file.fileno(), 0o644)  # what root has chosen, in an image say, others may use
-                file.write(content)
-            os.replace(aside, folder / setting.file_name)
-        except BaseException:
-            Path(aside).unlink(missing_ok=True)
-            raise
-    except OSError:
-        return None
-    return folder / setting.file_name
+    return kept_files.keep(setting.file_name, {"setting": asdict(setting), "strategy": asdict(strategy)})
 
 
 def find(setting: Setting) -> Strategy | None:
@@ -136,31 +103,21 @@ def find(setting: Setting) -> Strategy | None:
     folder = env.cache_folder()
     with contextlib.suppress(OSError):
         if (folder / setting.file_name).exists():
-            found = _read(folder / setting.file_name)
+            found = kept_files.read(folder / setting.file_name, _parse)
             return found and found[1]
         for path in sorted(folder.glob(f"{setting.shape}-*{_SUFFIX}")):
-            other = _read(path)
+            other = kept_files.read(path, _parse)
             if other is not None:
                 _warn_of_another(path, other[0], setting)
                 break
     return None
 
 
-def _read(path: Path) -> tuple[Setting, Strategy] | None:
-    """Read a file. Return None, with a warning, if it cannot be read or anything in it is wrong."""
-    cure = "run `tokenloom tune` again, or delete it"
-    try:
-        content = json.loads(path.read_text())
-        setting, strategy = Setting(**content["setting"]), Strategy(**content["strategy"])
-        if path.name == setting.file_name:
-            return setting, strategy
-    except OSError as error:
-        warnings.warn(f"{path} cannot be read ({error.strerror}) and is ignored; {cure}", stacklevel=3)
-        return None
-    except (ValueError, TypeError, KeyError):
-        pass
-    warnings.warn(f"{path} is damaged and ignored; {cure}", stacklevel=3)
-    return None
+def _parse(name: str, content: Any) -> tuple[Setting, Strategy]:
+    setting, strategy = Setting(**content["setting"]), Strategy(**content["strategy"])
+    if setting.file_name != name:
+        raise ValueError("of another setting")
+    return setting, strategy
 
 
 def _warn_of_another(path: Path, theirs: Setting, ours: Setting) -> None:

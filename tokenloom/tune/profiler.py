@@ -349,7 +349,7 @@ def make_rows(
 ) -> tuple[ProfileRow, ...]:
     """Make a row for every candidate from the samples of all ranks, in microseconds, and from ``sent_bytes``."""
     times = {
-        who: {what: _slowest_rank_ms([each[who][what] for each in samples]) for what in samples[0][who]}
+        who: {what: slowest_rank_ms([each[who][what] for each in samples]) for what in samples[0][who]}
         for who in samples[0]
     }
     scores = {who: its["with_gemm"] + its["gradient"] for who, its in times.items()}
@@ -374,5 +374,5 @@ def make_rows(
     return tuple(rows)
 
 
-def _slowest_rank_ms(by_rank: Sequence[Sequence[float]]) -> float:
+def slowest_rank_ms(by_rank: Sequence[Sequence[float]]) -> float:
     return statistics.median(map(max, zip(*by_rank, strict=True))) / 1e3

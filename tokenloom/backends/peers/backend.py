@@ -14,7 +14,9 @@ from typing import TypeVar
 
 import torch
 
+from tokenloom.backends.peers import kept_rates
 from tokenloom.backends.peers.buffers import RECEIVE_BUFFERS, Buffers, control_layout, sends_before_opening
+from tokenloom.backends.peers.chosen_sms import chosen_sms
 from tokenloom.backends.peers.combine import Combiner
 from tokenloom.backends.peers.copies import Copies
 from tokenloom.backends.peers.dispatch import Dispatcher
@@ -43,8 +45,7 @@ from tokenloom.errors import BackendUnavailable, InvalidArgument, KernelCompileE
 from tokenloom.jit.compiler import load_nvrtc
 from tokenloom.jit.kernel import Kernel, load_driver
 from tokenloom.kernels.barrier.launch import BarrierVariant
-from tokenloom.kernels.combine.launch import CombineVariant
-from tokenloom.kernels.common import HOPPER, MAX_BLOCKS, MAX_RANKS
+from tokenloom.kernels.common import H200, HOPPER, MAX_BLOCKS, MAX_RANKS
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.deferred_release import synchronize
@@ -78,6 +79,7 @@ CAPABILITIES = Capabilities(
     weights_from_home=True,
     fused_layer=True,
     own_transport=True,
+    has_rates=True,
 )
 
 
@@ -100,6 +102,7 @@ class NvlinkBackend:
     def __init__(self, plan: Plan, ranks: RankGroup, num_sms: int | None, checked: bool = False) -> None:
         self.capabilities = replace(CAPABILITIES, reads_on_host=checked)
         self._plan, self._ranks, self._num_sms, self._checked = plan, ranks, num_sms, checked
+        self._own_rates = kept_rates.find(kept_rates.Machine.of(ranks))
         self._late: LateRanks | None = None
         self._fused: FusedLayerCalls | None = None
         if ranks.masks_late:
@@ -119,12 +122,13 @@ class NvlinkBackend:
         # Numbers go on in great steps: who comes back has not counted.
         known_from = ranks.met_at << NUMBER_BITS
         usable = usable_sms(ranks.device.index)
-        most_sms = num_sms
-        if most_sms is None:  # a rank may be allowed fewer, and each waits for as many blocks of others as it has
-            told = ranks.all_gather_object(min(MAX_SMS, usable), "counting SMs")
-            most_sms = min(each for each in told if each is not None)
-        few = sends_before_opening(plan)
-        self._launcher = Launcher(plan, ranks, control, num_sms, max(first_call, known_from), most_sms, few)
+        # Each rank waits for as many blocks of others as it has. So all take no more SMs than any of them may use, and
+        # the rates that the first of them has found: ranks may see different disks.
+        told = ranks.all_gather_object((min(MAX_SMS, usable), self._own_rates), "counting SMs")
+        (_, self._measured), *_ = told = [each for each in told if each is not None]
+        most_sms = num_sms or min(sms for sms, _ in told)
+        few, rates = sends_before_opening(plan), self._measured or H200
+        self._launcher = Launcher(plan, ranks, control, num_sms, max(first_call, known_from), most_sms, few, rates)
         self._launcher.known_from = known_from
         masked = ranks.masked
         if self._late is not None:
@@ -340,26 +344,9 @@ class NvlinkBackend:
             self._late.check()
 
     def memory(self) -> list[str]:
+        sms = chosen_sms(self._launcher, self._measured is not None)
         control = self._launcher.control.layout.total_bytes
-        return [self._sms_in_words(), f"flags and counts: {control / 1e6:.1f} MB", *self._buffers.memory()]
-
-    def _sms_in_words(self) -> str:
-        if self._num_sms is not None:
-            return f"SMs of a kernel: {self._num_sms}, as num_sms says"
-        plan, few = self._plan, sends_before_opening(self._plan)
-        bf16, blocks_of = torch.bfloat16, self._launcher.blocks_of
-        words = []
-        for layout in ("token", "expert"):
-            staged = few and layout == "expert"
-            rows, fp8_rows = (
-                blocks_of(DispatchVariant(plan, layout=layout, x_dtype=dtype, staged=staged))
-                for dtype in (bf16, torch.float8_e4m3fn)
-            )
-            home = blocks_of(
-                CombineVariant(plan, layout=layout, y_dtype=bf16, wire_dtype=bf16, out_dtype=bf16, eager=few)
-            )
-            words.append(f"by {layout} {rows} of a dispatch ({fp8_rows} of FP8) and {home} of a combine")
-        return f"SMs of a kernel: {', '.join(words)}; num_sms takes fewer"
+        return [*sms, f"flags and counts: {control / 1e6:.1f} MB", *self._buffers.memory()]
 
     def close(self) -> None:
         self._launcher.close(self._buffers.take_all())

@@ -129,7 +129,7 @@ class Combiner:
             plan=plan, layout=short.layout, y_dtype=fp32, wire_dtype=fp32, out_dtype=fp32, hidden=short.width
         )
         kernel = self.launcher.kernel(variant)
-        kernel.args.push_blocks = variant.sending_blocks(kernel.blocks)
+        kernel.args.push_blocks = variant.sending_blocks(kernel.blocks, self.launcher.rates)
         out = short.rows.new_empty(handle.num_tokens, short.width)
         set_arguments(kernel, handle, short.rows.data_ptr(), out, short.capacity, handle.given_ids)
         control = self.launcher.control
@@ -243,7 +243,7 @@ class SumsAtHome:
         self._receiving_kernel = launcher.new_kernel(replace(variant, part="receive")) if kind.split else None
         set_constant_arguments(launcher, self._kernel)
         args = self._kernel.args
-        args.push_blocks = variant.sending_blocks(self._blocks or self._kernel.blocks)
+        args.push_blocks = variant.sending_blocks(self._blocks or self._kernel.blocks, launcher.rates)
         if kind.width is not None:
             args.peers = launcher.control.peers.data_ptr()
             args.combine_recv = launcher.control.layout.offset("combine_recv_weights")

@@ -24,7 +24,17 @@ from tokenloom.backends.seam import Wait
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.barrier.launch import BarrierVariant
-from tokenloom.kernels.common import CLAIMS, MAX_BLOCKS, MOST_ARRIVALS, OPENING_FIELDS, Call, SharesWork, Variant
+from tokenloom.kernels.common import (
+    CLAIMS,
+    H200,
+    MAX_BLOCKS,
+    MOST_ARRIVALS,
+    OPENING_FIELDS,
+    Call,
+    Rates,
+    SharesWork,
+    Variant,
+)
 from tokenloom.plan import Plan
 from tokenloom.runtime.deferred_release import keep_until_idle, release_dropped, synchronize, undo_later
 from tokenloom.runtime.graph_references import GraphReferences
@@ -97,6 +107,7 @@ class Launcher:
         most_sms: of any kernel.
         first_call: number of the first call, the same on all ranks.
         few_tokens: no call has many.
+        rates: by which calls choose their SMs and share work between them, the same on all ranks.
 
     Attributes:
         num_calls: number of the next call. Captured ones do not count. Each pairs with the same number
@@ -116,9 +127,10 @@ class Launcher:
         first_call: int = 0,
         most_sms: int = MAX_BLOCKS,
         few_tokens: bool = False,
+        rates: Rates = H200,
     ) -> None:
         self.plan, self.ranks, self.control, self.num_sms, self.most_sms = plan, ranks, control, num_sms, most_sms
-        self._few_tokens = few_tokens
+        self._few_tokens, self.rates = few_tokens, rates
         self.num_calls = self.known_from = first_call
         self.masked: frozenset[int] = frozenset()
         self._num_launches = 0
@@ -157,7 +169,7 @@ class Launcher:
             return self.num_sms
         if not isinstance(variant, SharesWork):
             return self.most_sms
-        return variant.best_blocks(self.most_sms, self._few_tokens)
+        return variant.best_blocks(self.most_sms, self.rates, self._few_tokens)
 
     def new_kernel(self, variant: Variant) -> OpeningKernel:
         """A kernel with arguments of its own, in which everything about the opening is filled in that never changes.

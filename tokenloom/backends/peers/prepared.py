@@ -227,7 +227,7 @@ class PeerDispatch:
         args.ids_are_int64 = self.kind.ids_dtype == torch.int64
         args.send_blocks = self.kernel.blocks
         if isinstance(variants[0], DispatchVariant):
-            args.peer_blocks = variants[0].sending_blocks(self.kernel.blocks)
+            args.peer_blocks = variants[0].sending_blocks(self.kernel.blocks, launcher.rates)
 
     def set_arguments(
         self, tokens: Tokens, num_tokens: int, results: ResultsLayout, base: int, host_sequence: int, *outputs: int

@@ -43,7 +43,7 @@ def tune(
     iterations: Annotated[int, whole_option("--iterations", "Samples of each number.")] = 30,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure what carries the payloads of a layer, and keep the best, which layers of this shape then use."""
+    """Measure rates of GPUs and what carries the payloads of a layer, and keep both for communicators and layers."""
     num_ranks, where = pick_ranks(ranks, device, least=1)
     from tokenloom.backends import registry
     from tokenloom.bench.setup import Run

@@ -16,6 +16,7 @@ from tokenloom.kernels.common import (
     PARTS,
     Call,
     FieldsAtOnce,
+    Rates,
     SharesWork,
     Work,
     describe,
@@ -25,7 +26,6 @@ from tokenloom.kernels.common import (
     short_name,
     uint64_fields,
 )
-from tokenloom.kernels.common.sharing import ADD_GB_PER_S, LINK_GB_PER_S, PUSH_GB_PER_S
 from tokenloom.plan import Plan
 
 COPY_THREADS, SUM_THREADS = 512, 640
@@ -109,8 +109,7 @@ class CombineVariant(SharesWork):
     eager: bool = False
     part: str = "whole"
 
-    @property
-    def work(self) -> Work | None:
+    def work(self, rates: Rates) -> Work | None:
         if self.dense:
             return None
         plan, hidden = self.plan, self.hidden or self.plan.hidden
@@ -127,7 +126,9 @@ class CombineVariant(SharesWork):
         if self.eager:  # what is read is set back
             added += (from_peers if self.layout != "expert" and self.y_dtype == self.wire_dtype else rows) * wire_bytes
         return Work(
-            pushed * 1e-3 / PUSH_GB_PER_S, added * 1e-3 / ADD_GB_PER_S, from_peers * wire_bytes * 1e-3 / LINK_GB_PER_S
+            pushed * 1e-3 / rates.push_gbytes_per_s,
+            added * 1e-3 / rates.add_gbytes_per_s,
+            from_peers * wire_bytes * 1e-3 / rates.link_gbytes_per_s,
         )
 
     @property

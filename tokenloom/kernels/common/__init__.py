@@ -28,6 +28,7 @@ from tokenloom.kernels.common.numbers import (
     is_dense,
     short_name,
 )
+from tokenloom.kernels.common.rates import H200, Rates
 from tokenloom.kernels.common.ring import (
     CONTROL_BYTES,
     MAX_SHARED_BYTES,
@@ -43,6 +44,7 @@ __all__ = [
     "CLAIMS",
     "CONTROL_BYTES",
     "DTYPES",
+    "H200",
     "HEADER_WORDS",
     "HOPPER",
     "LAYOUTS",
@@ -62,6 +64,7 @@ __all__ = [
     "Call",
     "Deadline",
     "FieldsAtOnce",
+    "Rates",
     "SharesWork",
     "Variant",
     "Work",

@@ -1,8 +1,7 @@
 """How the blocks of one call share its work: some of them send rows, the others place, fill or add rows.
 
 An SM stores at one rate, near and far together, and its own memory waits behind a full link. So blocks do one or the
-other, each on an SM of its own. What an SM of Hopper reaches in each role was measured on H200 (microbench/notebook/
-calls.md, "Blocks with one role").
+other, each on an SM of its own. How many do which follows from bytes, and from the rates of the machine (rates.py).
 """
 
 from __future__ import annotations
@@ -10,18 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from tokenloom.kernels.common.rates import Rates
 from tokenloom.plan import ROUTE_LAYOUTS
 
-SEND_GB_PER_S, SEND_US = 67.0, 0.14
-"""What an SM sends of rows as they are, and what each row costs it besides: ids, weights, places and a flag."""
-QUANTIZE_GB_PER_S = 18.0
-"""Of bfloat16, what an SM reads, makes FP8 of, and stores."""
-STORE_GB_PER_S = 55.0
-"""What an SM stores in its own memory where a row goes to several places."""
-PUSH_GB_PER_S, ADD_GB_PER_S = 81.0, 81.0
-"""What an SM loads and stores together where it sends rows or sums home, and where it adds rows at home."""
-LINK_GB_PER_S = 372.0
-"""The most that all links of one GPU of an NVLink 4 host carried in one direction."""
 MOST_BLOCKS_BY_BYTES = 32
 """Of a call with many tokens, where nobody asks for more: the rest of the GPU has work of its own."""
 LEAST_BLOCKS = 8
@@ -49,8 +39,8 @@ class Work:
             blocks: of the kernel.
 
         Returns:
-            1 to ``blocks``; 0 if there is nothing to send. All, where they do not fill the links together: then they lose
-            nothing by sending first, and are all busy until the end.
+            1 to ``blocks``; 0 if there is nothing to send. All, where they do not fill the links together: then they
+            lose nothing by sending first, and are all busy until the end.
         """
         if self.sending == 0:
             return 0
@@ -70,24 +60,24 @@ class SharesWork:
 
     layout: str
 
-    @property
-    def work(self) -> Work | None:
-        """What a token costs. None: blocks share nothing by roles."""
+    def work(self, rates: Rates) -> Work | None:
+        """What a token costs where SMs and links have these rates. None: blocks share nothing by roles."""
         raise NotImplementedError
 
-    def sending_blocks(self, blocks: int) -> int:
+    def sending_blocks(self, blocks: int, rates: Rates) -> int:
         """Count the blocks, of so many, that send to other ranks before they do other work."""
-        work = self.work
+        work = self.work(rates)
         return 0 if work is None else work.sending_blocks(blocks)
 
-    def best_blocks(self, most: int, few_tokens: bool = False) -> int:
-        """Count the blocks that a call should have, up to so many.
+    def best_blocks(self, most: int, rates: Rates, few_tokens: bool = False) -> int:
+        """Count the blocks that a call should have, up to so many. It has to be the same number on all ranks.
 
         Args:
+            rates: of SMs and links.
             few_tokens: of a plan in which no call has many. Rows by expert are then spread by all SMs, and one block's
                 rows are what a call waits for; other rows gain nothing by more SMs.
         """
-        work = self.work
+        work = self.work(rates)
         if few_tokens and self.layout in ROUTE_LAYOUTS:
             return most
         most = min(most, MOST_BLOCKS_BY_BYTES)

@@ -18,6 +18,7 @@ from tokenloom.kernels.common import (
     PARTS,
     Call,
     FieldsAtOnce,
+    Rates,
     SharesWork,
     Work,
     describe,
@@ -27,13 +28,6 @@ from tokenloom.kernels.common import (
     ring,
     short_name,
     uint64_fields,
-)
-from tokenloom.kernels.common.sharing import (
-    LINK_GB_PER_S,
-    QUANTIZE_GB_PER_S,
-    SEND_GB_PER_S,
-    SEND_US,
-    STORE_GB_PER_S,
 )
 from tokenloom.plan import DISPATCH_STRATEGIES, ROUTE_LAYOUTS, Plan
 
@@ -122,29 +116,29 @@ class DispatchVariant(SharesWork):
         """Scales that come with a row; 0 where it is not FP8."""
         return self.plan.scales_by(self.recipe) if self.row_dtype == torch.float8_e4m3fn else 0
 
-    @property
-    def work(self) -> Work | None:
+    def work(self, rates: Rates) -> Work | None:
         plan, of_routes = self.plan, self.layout in ROUTE_LAYOUTS
         ranks, to_peers = plan.num_ranks, 1 - 1 / plan.num_ranks
         rows = ranks_of_token(ranks, plan.top_k)  # of a token, one for each rank that it goes to
         routes = plan.top_k * to_peers  # to other ranks
         row_bytes = plan.hidden * self.row_dtype.itemsize
-        sent = {"dedup": rows * to_peers, "all_to_all": routes, "all_gather": 0.0}[self.strategy]
+        crossing = {"dedup": rows * to_peers, "all_to_all": routes, "all_gather": 0.0}[self.strategy]
+        sent = rows if self.staged else crossing  # rows for this rank's own experts are staged too
         own = plan.top_k / ranks if of_routes else rows / ranks
-        us = 1e-3 / STORE_GB_PER_S * row_bytes  # to store a row here
-        sending = max(sent, to_peers) * SEND_US + sent * 1e-3 / SEND_GB_PER_S * row_bytes
-        other = own * us + ((routes - sent) * us if of_routes else 0.0)
-        if self.staged:  # this rank's own rows are sent too; what comes is set back, and copied to all of its places
-            sent, other = rows, (rows + plan.top_k) * us
-            sending = sent * SEND_US + sent * 1e-3 / SEND_GB_PER_S * row_bytes
-            links = rows * to_peers * row_bytes * 1e-3 / LINK_GB_PER_S
-            if self.quantize:
-                sending = max(plan.hidden * self.x_dtype.itemsize * 1e-3 / QUANTIZE_GB_PER_S, sending)
-            return Work(sending, other, links)
-        if self.quantize:  # whoever sends a row also stores it here
-            read = plan.hidden * self.x_dtype.itemsize * 1e-3 / QUANTIZE_GB_PER_S
-            sending, other = max(read, sending), other - own * us
-        return Work(sending, other, sent * row_bytes * 1e-3 / LINK_GB_PER_S)
+        if self.staged:
+            stored = rows + plan.top_k  # what comes is set back, and copied to all of its places
+        else:
+            # Whoever quantises a row also stores it here.
+            stored = (0.0 if self.quantize else own) + (routes - crossing if of_routes else 0.0)
+        sending = max(sent, to_peers) * rates.send_us + sent * 1e-3 / rates.send_gbytes_per_s * row_bytes
+        if self.quantize:
+            read = plan.hidden * self.x_dtype.itemsize
+            sending = max(read * 1e-3 / rates.quantize_gbytes_per_s, sending)
+        return Work(
+            sending,
+            stored * 1e-3 / rates.store_gbytes_per_s * row_bytes,
+            crossing * row_bytes * 1e-3 / rates.link_gbytes_per_s,
+        )
 
     def __str__(self) -> str:
         rows = f"{short_name(self.x_dtype)} to fp8, {self.quantize}" if self.quantize else short_name(self.x_dtype)
