@@ -164,8 +164,8 @@ def test_a_rank_that_comes_back_knows_no_nodes_yet() -> None:
     [
         (Plan(2, 2, 8, 1, 1), torch.float64, "its kernels have no float64"),
         (Plan(2, 2, 4, 1, 1), None, "rows of 4 bfloat16 values are no multiple of 16 bytes"),
-        (Plan(33, 33, 8, 1, 1), None, "it serves at most 32 ranks"),
-        (Plan(32, 32, 8, 1, 1), None, "it needs a GPU, the tensors are on cpu"),
+        (Plan(65, 65, 8, 1, 1), None, "it serves at most 64 ranks"),
+        (Plan(64, 64, 8, 1, 1), None, "it needs a GPU, the tensors are on cpu"),
         (None, None, "it needs a GPU, the tensors are on cpu"),
     ],
 )

@@ -44,7 +44,7 @@ from tokenloom.jit.compiler import load_nvrtc
 from tokenloom.jit.kernel import Kernel, load_driver
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.combine.launch import CombineVariant
-from tokenloom.kernels.common import HOPPER, MAX_BLOCKS, MAX_RANKS
+from tokenloom.kernels.common import HOPPER, MAX_BLOCKS, MAX_FUSED_RANKS, MAX_RANKS
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.deferred_release import synchronize
@@ -220,7 +220,16 @@ class NvlinkBackend:
         return bool(is_kept) or not before.has_graphs
 
     def fused_layer(self, num_shared_experts: int, recipe: str) -> FusedLayerCalls:
-        """Serve one MegaMoE from now on, and nobody else, on the memory of now."""
+        """Serve one MegaMoE from now on, and nobody else, on the memory of now.
+
+        Raises:
+            InvalidArgument: there are more ranks than its kernels serve.
+        """
+        if self._plan.num_ranks > MAX_FUSED_RANKS:
+            raise InvalidArgument(
+                f"a MegaMoE on 'nvlink' serves at most {MAX_FUSED_RANKS} ranks, and the group has "
+                f"{self._plan.num_ranks}; use backend='composed'"
+            )
         if not self._buffers.fused:
             self._buffers.serve_fused_layer(num_shared_experts, recipe)
         self._fused = FusedLayerCalls(self._launcher, self._buffers, num_shared_experts, recipe, self._late)
@@ -416,15 +425,15 @@ def why_not_on(topology: Topology) -> str | None:
 REGISTRATION = Registration("nvlink", CAPABILITIES, probe, make, objections, why_not_on)
 
 
-def why_no_kernels(request: Request) -> str | None:
-    """Say why the kernels cannot run on this rank; None if they can."""
+def why_no_kernels(request: Request, most_ranks: int = MAX_RANKS) -> str | None:
+    """Say why the kernels, which serve so many ranks, cannot run on this rank; None if they can."""
     plan, device = request.plan, request.device
     if request.dtype == torch.float64:
         return "its kernels have no float64"
     if plan is not None and plan.hidden % BULK_VALUES:
         return f"rows of {plan.hidden} bfloat16 values are no multiple of {BULK_VALUES * 2} bytes"
-    if plan is not None and plan.num_ranks > MAX_RANKS:
-        return f"it serves at most {MAX_RANKS} ranks"
+    if plan is not None and plan.num_ranks > most_ranks:
+        return f"it serves at most {most_ranks} ranks"
     if device.type != "cuda":
         return f"it needs a GPU, the tensors are on {device.type}"
     capability = torch.cuda.get_device_capability(device)

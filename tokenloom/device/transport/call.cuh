@@ -22,6 +22,7 @@ constexpr int kRegionWord = 1;
 constexpr int kHashWord = 2;
 constexpr int kClaims = 3;  // kinds of work in one kernel that warps claim: rows to send, to fill or add, own ones
 constexpr int kOwnRows = 2;
+constexpr int kTurnWords = 3;  // of a Turn in memory: the epoch, then the mask
 constexpr int32 kOwnFault = 1;  // status of a rank that cannot make the call; outcomes.py has the others
 
 // In pinned host memory. All but `sequence` is written only when something is wrong; each rank finds the same.
@@ -46,8 +47,8 @@ struct Call {
     const uint64* peers;  // [W] device memory: every rank's control buffer
     uint64 flags;         // uint32 [W]; between nodes [kTurns][W]
     uint64 headers;       // int32 [kTurns][W][kHeaderWords + counts]
-    uint32* epoch;        // device memory [2]: calls opened so far; ranks that take no part, from the next call on
-    uint32* half_epoch;   // device memory [2]: the turn of the call whose halves are two kernels, from send to receive
+    uint32* epoch;        // device memory [kTurnWords]: calls opened so far; who takes no part, from the next call on
+    uint32* half_epoch;   // the same: the turn of the call whose halves are two kernels, from send to receive
     uint32* blocks_out;   // device memory: blocks that have left this call, and how many of them in vain
     uint32* claimed;      // device memory [kClaims]: items that warps have claimed, of each kind of work
     FaultRecord* fault;
@@ -78,9 +79,17 @@ enum Part : int { kWhole = 0, kSend = 1, kReceive = 2 };
 // where they write means nothing. All blocks of all kernels of a call find the same.
 struct Turn {
     uint32 epoch;
-    uint32 masked;  // bit r: rank r is masked
+    uint64 masked;  // bit r: rank r is masked
 
-    __device__ __forceinline__ bool leaves_out(int rank) const { return (masked >> rank & 1) != 0; }
+    template <int kRanks>
+    __device__ __forceinline__ RankMask<kRanks> mask() const {
+        return static_cast<RankMask<kRanks>>(masked);
+    }
+
+    template <int kRanks>
+    __device__ __forceinline__ bool leaves_out(int rank) const {
+        return (mask<kRanks>() >> rank & 1) != 0;
+    }
 };
 
 // The epoch is never 0, which flags show that nobody has raised; 4 instead, since turns go on. A kernel that may begin
@@ -88,10 +97,15 @@ struct Turn {
 template <int kPart = kWhole>
 __device__ __forceinline__ Turn turn_of(const Call& call) {
     const uint32* found = kPart == kReceive ? call.half_epoch : call.epoch;
-    const uint32 epoch = found[0], masked = found[1];
+    const uint32 epoch = found[0];
+    const uint64 masked = found[1] | static_cast<uint64>(found[2]) << 32;
     if constexpr (kPart == kReceive) return {epoch, masked};
     return {epoch + 1 != 0 ? epoch + 1 : kTurns, masked};
 }
+
+// The lowest rank of a mask that has one.
+__device__ __forceinline__ int lowest_rank(uint32 mask) { return __ffs(mask) - 1; }
+__device__ __forceinline__ int lowest_rank(uint64 mask) { return __ffsll(mask) - 1; }
 
 // A turn without the ranks of other nodes: those that this rank reaches over NVLink.
 template <int kNodeRanks>
@@ -163,11 +177,11 @@ __device__ __forceinline__ void tell_ranks(const Call& call, Turn turn, int sour
     const uint64 place = header_offset<kRanks, kCounts>(call, turn.epoch, source);
     const int units = (kHeaderWords + num_counts + 3) / 4;
     for (int i = threadIdx.x; i < units * kRanks; i += kThreads)
-        if (!turn.leaves_out(i % kRanks))
+        if (!turn.leaves_out<kRanks>(i % kRanks))
             window_of<kRanks>(call.peers).put_16(i % kRanks, place, i / kRanks,
                                                  reinterpret_cast<const Vec16*>(header)[i / kRanks]);
     __syncthreads();
-    if (threadIdx.x < kRanks && !turn.leaves_out(threadIdx.x))
+    if (threadIdx.x < kRanks && !turn.leaves_out<kRanks>(threadIdx.x))
         window_of<kRanks>(call.peers)
             .signals(threadIdx.x, flags_of<kRanks, kNodeRanks>(call.flags, turn.epoch, 1))
             .raise(source, turn.epoch);
@@ -194,35 +208,46 @@ __device__ Opened await_call(const Call& call, Turn turn) {
     const Deadline deadline = opening_deadline_of(call);
     const int peer = threadIdx.x;
     bool here = true;
-    int32 status = 0;
-    bool differs = false;
-    const bool takes_part = peer < kRanks && !turn.leaves_out(peer);
-    if (takes_part) {
+    if (peer < kRanks && !turn.leaves_out<kRanks>(peer)) {
         const PeerSignals flags = window_of<kRanks>(call.peers)
                                       .signals(call.rank, flags_of<kRanks, kNodeRanks>(call.flags, turn.epoch, 1));
         here = flags.template wait<Flag::kEveryCall>(peer, turn.epoch, deadline,
                                                      writer_for<kRanks, kNodeRanks>(call, peer), kPhaseOpen);
     }
     if (!__syncthreads_and(here)) return Opened::kExpired;
-    if (takes_part) {
+    constexpr int kOfLane = (kRanks + 31) / 32;
+    int32 status[kOfLane] = {};  // of rank threadIdx.x + 32 i
+    bool differs[kOfLane] = {};
+    const auto look_at = [&](int i) {
+        const int rank = threadIdx.x + 32 * i;
+        if (rank >= kRanks || turn.leaves_out<kRanks>(rank)) return;
         const int32* all = headers_of<kRanks, kCounts>(call, turn.epoch);
-        const int32* first = all + (__ffs(~turn.masked) - 1) * header_words<kCounts>;
-        const int32* header = all + peer * header_words<kCounts>;
-        status = header[0];
-        for (int word = kHashWord; word < kHeaderWords; ++word) differs = differs || header[word] != first[word];
-    }
-    if (__syncthreads_and(status == 0 && !differs)) return Opened::kGo;
+        const int32* first = all + lowest_rank(~turn.mask<kRanks>()) * header_words<kCounts>;
+        const int32* header = all + rank * header_words<kCounts>;
+        status[i] = header[0];
+        for (int word = kHashWord; word < kHeaderWords; ++word) differs[i] = differs[i] || header[word] != first[word];
+    };
+    look_at(0);
+    if (__syncthreads_and(status[0] == 0 && !differs[0])) return Opened::kGo;
     if (kRecords && blockIdx.x == 0 && threadIdx.x < 32) {
+#pragma unroll
+        for (int i = 1; i < kOfLane; ++i) look_at(i);
+        const auto ranks_where = [&](auto is_so) {
+            RankMask<kRanks> ranks = 0;
+#pragma unroll
+            for (int i = 0; i < kOfLane; ++i) ranks |= RankMask<kRanks>{__ballot_sync(~0u, is_so(i))} << 32 * i;
+            return ranks;
+        };
         // Who only follows a fault of the call before comes behind who has one of this call.
-        const uint32 own_fault = __ballot_sync(~0u, status == kOwnFault);
-        const uint32 faulty = own_fault != 0 ? own_fault : __ballot_sync(~0u, status != 0);
-        const uint32 differing = __ballot_sync(~0u, differs);
-        if (faulty != 0 && threadIdx.x == __ffs(faulty) - 1) {
-            call.record->status = status;
-            store_release_sys(&call.record->faulty_rank, threadIdx.x + 1);
+        auto faulty = ranks_where([&](int i) { return status[i] == kOwnFault; });
+        if (faulty == 0) faulty = ranks_where([&](int i) { return status[i] != 0; });
+        const auto differing = ranks_where([&](int i) { return differs[i]; });
+        if (faulty != 0 && threadIdx.x == (lowest_rank(faulty) & 31)) {
+            call.record->status = lowest_rank(faulty) < 32 ? status[0] : status[kOfLane - 1];
+            store_release_sys(&call.record->faulty_rank, lowest_rank(faulty) + 1);
         }
-        if (differing != 0 && threadIdx.x == __ffs(differing) - 1)
-            store_release_sys(&call.record->differing_rank, threadIdx.x + 1);
+        if (differing != 0 && threadIdx.x == (lowest_rank(differing) & 31))
+            store_release_sys(&call.record->differing_rank, lowest_rank(differing) + 1);
     }
     return Opened::kRefused;
 }
@@ -236,7 +261,7 @@ __device__ bool wait_for_blocks(const Call& call, const PeerSignals& flags, int3
     bool here = true;
     for (int i = threadIdx.x; i < kRanks * blocks; i += kThreads) {
         const int peer = i / blocks, block = i % blocks;
-        here = here && (turn.leaves_out(peer) ||
+        here = here && (turn.leaves_out<kRanks>(peer) ||
                         flags.from(peer * stride).wait(block, turn.epoch, deadline,
                                                        writer_for<kRanks, kNodeRanks>(call, peer), phase));
     }
@@ -266,15 +291,26 @@ __device__ __forceinline__ PeerSignals left_flags_of(const Call& call, int rank)
 }
 
 // One warp tells all ranks that this one sends no row more in this call.
+template <int kRanks>
 __device__ __forceinline__ void tell_that_all_is_sent(const Call& call, Turn turn, int lane) {
-    if (lane < call.num_ranks && !turn.leaves_out(lane)) left_flags_of(call, lane).raise(call.rank, turn.epoch);
+#pragma unroll
+    for (int first = 0; first < kRanks; first += 32) {
+        const int rank = first + lane;
+        if (rank < kRanks && !turn.leaves_out<kRanks>(rank)) left_flags_of(call, rank).raise(call.rank, turn.epoch);
+    }
 }
 
 // One warp, of a call that was refused: rows may be on their way that nobody will read. When no rank sends any more, all
 // words of this turn are absent again. Each rank has heard the same, so each comes here, or has told before.
+template <int kRanks>
 __device__ __forceinline__ void set_arrivals_back(const Call& call, Turn turn, int lane) {
-    const bool over = lane >= call.num_ranks || turn.leaves_out(lane) ||
-                      left_flags_of(call, call.rank).wait(lane, turn.epoch, deadline_of(call), lane, kPhasePartials);
+    bool over = true;
+#pragma unroll
+    for (int first = 0; first < kRanks; first += 32) {
+        const int rank = first + lane;
+        over = over && (rank >= kRanks || turn.leaves_out<kRanks>(rank) ||
+                        left_flags_of(call, call.rank).wait(rank, turn.epoch, deadline_of(call), rank, kPhasePartials));
+    }
     if (!__all_sync(~0u, over)) return;
     __syncwarp();
     for (int number = 0; number < kMostArrivals; ++number) {
@@ -291,7 +327,7 @@ __device__ __forceinline__ void set_arrivals_back(const Call& call, Turn turn, i
 // out calls `publish`, which makes results safe to go on with. Nobody else writes any.
 //
 // Last of all the host learns that the call is over. The release at system scope covers all that this rank has written.
-template <int kPart = kWhole, class Publish>
+template <int kRanks, int kPart = kWhole, class Publish>
 __device__ __forceinline__ void close_call(const Call& call, Turn turn, bool done, Publish publish) {
     constexpr uint32 kInVain = 1 << 16;  // a grid has fewer blocks
     constexpr uint32 kForgets = 1u << 30;  // calls after which old flags are forgotten; not where epochs wrap
@@ -309,7 +345,8 @@ __device__ __forceinline__ void close_call(const Call& call, Turn turn, bool don
             if constexpr (kPart != kReceive) *call.epoch = turn.epoch;
             if constexpr (kPart == kSend) {
                 call.half_epoch[0] = turn.epoch;
-                call.half_epoch[1] = turn.masked;
+                call.half_epoch[1] = static_cast<uint32>(turn.masked);
+                if constexpr (kRanks > 32) call.half_epoch[2] = static_cast<uint32>(turn.masked >> 32);
             }
         }
     }
@@ -319,7 +356,7 @@ __device__ __forceinline__ void close_call(const Call& call, Turn turn, bool don
             for (int i = threadIdx.x; i < 2 * kMostBlocks; i += 32) call.block_flags[i] = 0;
         if (turn.epoch % kForgets == kForgets / 2) forget_old_flags(call, turn.epoch, threadIdx.x);
         // Who receives later may refuse the call then, and nobody waits for that.
-        if (kPart == kSend && has_arrivals(call, threadIdx.x)) tell_that_all_is_sent(call, turn, threadIdx.x);
+        if (kPart == kSend && has_arrivals(call, threadIdx.x)) tell_that_all_is_sent<kRanks>(call, turn, threadIdx.x);
     }
     if (__any_sync(~0u, in_vain)) {
         __syncwarp();  // the other lanes write behind what thread 0 has acquired
@@ -327,8 +364,8 @@ __device__ __forceinline__ void close_call(const Call& call, Turn turn, bool don
         __syncwarp();
         const bool expired = __any_sync(~0u, has_expired(deadline_of(call)));
         if (kPart != kSend && !expired && has_arrivals(call, threadIdx.x)) {
-            if constexpr (kPart == kWhole) tell_that_all_is_sent(call, turn, threadIdx.x);
-            set_arrivals_back(call, turn, threadIdx.x);
+            if constexpr (kPart == kWhole) tell_that_all_is_sent<kRanks>(call, turn, threadIdx.x);
+            set_arrivals_back<kRanks>(call, turn, threadIdx.x);
         }
         __syncwarp();
     }

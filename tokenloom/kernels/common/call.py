@@ -11,6 +11,9 @@ HEADER_WORDS = 4
 TURNS = 4
 """Calls that take turns in headers, and in regions that ranks write before others have opened; kTurns of
 device/sync/wait.cuh."""
+TURN_WORDS = 3
+"""int32 words of device memory that say which call is next, and who takes no part; kTurnWords of
+device/transport/call.cuh."""
 CLAIMS = 3
 """Kinds of work in one kernel that warps claim; kClaims there."""
 MOST_ARRIVALS = 4
