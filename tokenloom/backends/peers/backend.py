@@ -376,6 +376,8 @@ class NvlinkBackend:
 
 MAX_SMS = MAX_BLOCKS
 """One block takes one SM."""
+TRIED_RANKS = 8
+"""More were tried on the emulator alone, which :meth:`tokenloom.Communicator.describe` says."""
 BULK_VALUES = 8
 """Values of 2 bytes in the 16 that a bulk copy moves at least."""
 
@@ -394,7 +396,10 @@ def probe(request: Request) -> Availability:
     facts["gpu"] = gpu_identity(device)
     if request.num_sms is not None:
         require_sms(request.num_sms, device)
-    return Availability("nvlink", True, f"own kernels on {torch.cuda.get_device_name(device)}", facts)
+    why = f"own kernels on {torch.cuda.get_device_name(device)}"
+    if request.plan is not None and request.plan.num_ranks > TRIED_RANKS:
+        why += f"; no more than {TRIED_RANKS} ranks have run on GPUs yet"
+    return Availability("nvlink", True, why, facts)
 
 
 def gpu_identity(device: torch.device) -> str:
