@@ -130,7 +130,7 @@ class Rank0:
         call.num_some_flags = (end - call.some_flags) // 4
         call.fault, call.fault_claimed = self.fault.record_address, self.fault.claimed.data_ptr()
         call.open_timeout_ns, call.timeout_ns = (int(seconds * 1e9) for seconds in self._timeouts_s)
-        call.options_hash, call.num_ranks = OPTIONS_HASH, self.plan.num_ranks
+        call.options_hash = OPTIONS_HASH
         call.left_flags, call.arrivals = self.layout.offset("left_flags"), self.arrivals.data_ptr()
         return kernel
 

@@ -194,7 +194,7 @@ class Launcher:
         late = self.outcomes.known_losses is not None  # who is late is masked, wherever it is awaited
         opening.open_timeout_ns = int((self.ranks.timeout_s if late else self.ranks.open_timeout_s) * 1e9)
         opening.timeout_ns = int(self.ranks.timeout_s * 1e9)
-        opening.rank, opening.num_ranks = self.ranks.rank, self.ranks.num_ranks
+        opening.rank = self.ranks.rank
         self._all_kernels.add(made)
         return made
 

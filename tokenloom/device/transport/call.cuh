@@ -68,8 +68,6 @@ struct Call {
     int32 region;  // where this rank wants what it receives; may be another one on every rank
     uint32 sequence;  // what the last block out writes to the record; 0 writes nothing, since nobody waits for a replay
     int32 rank;
-    int32 num_ranks;
-    int32 padding;
 };
 
 // Which part of a call a kernel is.

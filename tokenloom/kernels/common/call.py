@@ -55,7 +55,7 @@ class Call(ctypes.Structure):
         *uint64_fields("block_flags", "left_flags", "arrivals", "options_hash", "record"),
         *int32_fields("status", "region"),
         ("sequence", ctypes.c_uint32),
-        *int32_fields("rank", "num_ranks", "padding"),
+        *int32_fields("rank"),
     ]
 
 
