@@ -18,6 +18,7 @@ from tests.support import emulator
 from tests.support.server import NewRanks
 from tests.support.slow import left_out
 from tests.support.stand_ins import StandIns
+from tokenloom.kernels.common import MAX_RANKS
 from tokenloom.runtime.processes import RankPool
 
 CPU_RANKS = NETWORK_RANKS = 4
@@ -185,6 +186,12 @@ def emulated_two() -> Any:
 def emulated_four() -> Any:
     """Four of them."""
     return emulator.ranks(4)
+
+
+@pytest.fixture
+def emulated_64() -> Any:
+    """As many as kernels serve."""
+    return emulator.ranks(MAX_RANKS)
 
 
 def _hopper_params() -> list[Any]:

@@ -28,8 +28,7 @@ from tokenloom.backends.nodes.hierarchical.inside import CollectivesInside
 from tokenloom.backends.nodes.hierarchical.node_ranks import NodeRanks
 from tokenloom.backends.nodes.hierarchical.nvlink_inside import NvlinkInside, inner_plans, objection
 from tokenloom.backends.registration import Availability, Request
-from tokenloom.kernels.common import MAX_RANKS
-from tokenloom.plan import Plan
+from tokenloom.plan import MAX_TOP_K, Plan
 from tokenloom.runtime.processes import RankContext, RankPool
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.topology import Topology, pretended
@@ -332,7 +331,7 @@ def test_one_node_without_kernels_is_enough() -> None:
     assert objection([*good, found(), found()], pretended(4, 2)) == shared
 
 
-@pytest.mark.parametrize("ranks_per_node", [MAX_RANKS + 1, 64])
+@pytest.mark.parametrize("ranks_per_node", [MAX_TOP_K + 1, 64])
 def test_nodes_of_more_ranks_than_kernels_serve(ranks_per_node: int) -> None:
     """Their plan, in which ranks stand for experts of a token, was refused, and with it the whole communicator."""
     num_ranks = 2 * ranks_per_node
@@ -340,7 +339,7 @@ def test_nodes_of_more_ranks_than_kernels_serve(ranks_per_node: int) -> None:
     ranks = mock.Mock(device=torch.device("cuda"), rank=0, topology=pretended(num_ranks, ranks_per_node))
     made = nvlink_inside.make_inside(request, ranks)
     assert isinstance(made, CollectivesInside)
-    why = f"nvlink serves at most {MAX_RANKS} ranks, nodes have {ranks_per_node}"
+    why = f"nvlink serves at most {MAX_TOP_K} ranks, nodes have {ranks_per_node}"
     assert made.memory() == [f"no kernels inside nodes: {why}"]
 
 

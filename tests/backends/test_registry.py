@@ -19,7 +19,9 @@ from tests.support.on_ranks import on_ranks
 from tests.support.toy_backend import ToyBackend, make, toy
 from tokenloom import reference
 from tokenloom.backends import registry
+from tokenloom.backends.nodes import gin, padded
 from tokenloom.backends.peers import backend as peers_backend
+from tokenloom.backends.peers.backend import NvlinkBackend
 from tokenloom.backends.peers.buffers import data_layout
 from tokenloom.backends.registry import Availability, Registration, Request
 from tokenloom.backends.seam import Capabilities
@@ -164,8 +166,8 @@ def test_a_rank_that_comes_back_knows_no_nodes_yet() -> None:
     [
         (Plan(2, 2, 8, 1, 1), torch.float64, "its kernels have no float64"),
         (Plan(2, 2, 4, 1, 1), None, "rows of 4 bfloat16 values are no multiple of 16 bytes"),
-        (Plan(33, 33, 8, 1, 1), None, "it serves at most 32 ranks"),
-        (Plan(32, 32, 8, 1, 1), None, "it needs a GPU, the tensors are on cpu"),
+        (Plan(65, 65, 8, 1, 1), None, "it serves at most 64 ranks"),
+        (Plan(64, 64, 8, 1, 1), None, "it needs a GPU, the tensors are on cpu"),
         (None, None, "it needs a GPU, the tensors are on cpu"),
     ],
 )
@@ -200,6 +202,21 @@ def test_more_experts_than_a_block_can_count(hopper: Callable[[Plan], Availabili
     answer = hopper(Plan(8, 65536, 7168, 8, 4096))
     assert not answer.works
     assert "use fewer experts" in answer.why
+
+
+def test_more_ranks_than_have_run(hopper: Callable[[Plan], Availability]) -> None:
+    """It is said where nobody has tried so many on GPUs."""
+    assert hopper(Plan(8, 256, 7168, 8, 4096)).why == "own kernels on a Hopper GPU"
+    assert hopper(Plan(64, 256, 7168, 8, 512)).why.endswith("; no more than 8 ranks have run on GPUs yet")
+
+
+def test_more_ranks_than_some_kernels_serve() -> None:
+    """Those between nodes and those of a MegaMoE have a lane, or a bit of a word, for each."""
+    plan = Plan(33, 33, 128, 1, 1)
+    for name, probe in (("padded", padded.probe), ("gin", gin.probe)):
+        assert probe(Request("nccl", torch.device("cuda"), plan=plan, name=name)).why == "it serves at most 32 ranks"
+    with pytest.raises(tl.InvalidArgument, match="at most 32 ranks, and the group has 33; use backend='composed'"):
+        NvlinkBackend.fused_layer(mock.Mock(_plan=plan), 0, "block")
 
 
 @pytest.mark.parametrize("error", [tl.KernelCompileError("no such file\nsecond line"), RuntimeError("old driver")])

@@ -15,7 +15,7 @@ from tests.support.cases import BF16, Problem, expert_rows, same_bits, same_byte
 from tokenloom import reference
 from tokenloom.backends.peers.buffers import routes_in_turns_layout, sums_in_turns_layout
 from tokenloom.kernels.combine.launch import CombineVariant, max_chunks
-from tokenloom.kernels.common import H200, HEADER_WORDS, TURNS
+from tokenloom.kernels.common import H200, HEADER_WORDS, TURN_WORDS, TURNS
 from tokenloom.plan import ROUTE_LAYOUTS
 from tokenloom.runtime.kernel_reports import CallOutcome
 
@@ -90,7 +90,7 @@ class CombineCall:
         self._received = {name: value.to(DEVICE) for name, value in vars(received).items()}
         self.y, self.topk_ids = self._ys[0].to(DEVICE), problem.topk_ids[0].to(DEVICE)
         self.out = stale(len(self.topk_ids), plan.hidden, dtype=options.out_dtype)
-        self.half_epoch = int32([0, 0])
+        self.half_epoch = int32([0] * TURN_WORDS)
         variant = CombineVariant(
             plan,
             layout="expert" if options.layout in ROUTE_LAYOUTS else options.layout,

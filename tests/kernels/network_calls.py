@@ -20,7 +20,7 @@ from tokenloom.backends.peers.buffers import control_layout, staged_layout
 from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.combine.launch import max_chunks
 from tokenloom.kernels.combine.launch_network import HEADER_BYTES, CombineNetworkVariant
-from tokenloom.kernels.common import CLAIMS, TURNS, block_count_words
+from tokenloom.kernels.common import CLAIMS, TURN_WORDS, TURNS, block_count_words
 from tokenloom.kernels.common.rail import Regions, chunk_rows, region_bytes
 from tokenloom.kernels.dispatch.launch_network import DispatchNetworkVariant
 from tokenloom.plan import align_up
@@ -28,7 +28,7 @@ from tokenloom.runtime.symmetric_memory import BufferLayout
 
 PARTS = ("rows", "row_scales", "row_ids", "row_weights", "row_places", "row_tokens")
 DISPATCHES, COMBINES = 0, 1
-CALL_WORDS = 3 + CLAIMS
+CALL_WORDS = TURN_WORDS + 1 + CLAIMS
 """int32 words of a rank for its calls: epoch, masked ranks, blocks out, claims."""
 NOWHERE = 1
 """Addresses of memory on other nodes: whoever touches it stops the process."""
@@ -108,7 +108,8 @@ class Nodes(ABC):
         """Tell a kernel of the call, which means a variant to all ranks, and of the network."""
         own, call = self.own[rank], args.call
         call.peers, call.headers = own.control, self.layout.offset("headers")
-        call.epoch, call.blocks_out, call.claimed = own.state, own.state + 8, own.state + 12
+        call.epoch, call.blocks_out = own.state, own.state + 4 * TURN_WORDS
+        call.claimed = call.blocks_out + 4
         call.fault, call.fault_claimed, call.record = own.fault, own.fault_claimed, own.record
         call.open_timeout_ns, call.timeout_ns = self.open_timeout_ns, self.timeout_ns
         call.options_hash = int.from_bytes(hashlib.sha256(str(variant).encode()).digest()[:8], "little")

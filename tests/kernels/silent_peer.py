@@ -9,7 +9,7 @@ import torch
 from tests.kernels import one_gpu
 from tests.kernels.one_gpu import DEVICE, LONG_S, SHORT_S
 from tokenloom.backends.peers.buffers import control_layout
-from tokenloom.kernels.common import CLAIMS, HEADER_WORDS, MOST_ARRIVALS, TURNS, Variant
+from tokenloom.kernels.common import CLAIMS, HEADER_WORDS, MOST_ARRIVALS, TURN_WORDS, TURNS, Variant
 from tokenloom.plan import Plan, align_up
 from tokenloom.runtime.kernel_reports import CallOutcome
 from tokenloom.runtime.symmetric_memory import BufferLayout
@@ -62,7 +62,7 @@ class Rank0:
         self._control = [self.bytes(self.layout.total_bytes) for _ in range(2)]
         self.fault, self.records = one_gpu.make_reports(SLOTS)
         # Epoch, masked ranks, blocks out, claims.
-        self.state = torch.zeros(3 + CLAIMS, dtype=torch.int32, device=self.device)
+        self.state = torch.zeros(TURN_WORDS + 1 + CLAIMS, dtype=torch.int32, device=self.device)
         self.state[0] = signed(epoch - 1)
         self._timeouts_s = [SHORT_S if short == each else LONG_S for each in ("open", "phases")]
         self._kept: list[torch.Tensor] = []
@@ -114,7 +114,7 @@ class Rank0:
         """The kernel, told of a call.
 
         Args:
-            half_epoch: int32 [2] of the call, where the kernel is one half of it.
+            half_epoch: int32 [TURN_WORDS] of the call, where the kernel is one half of it.
         """
         kernel = one_gpu.make_kernel(variant.spec())
         call = kernel.args.call
@@ -122,12 +122,13 @@ class Rank0:
         call.headers = self.layout.offset("headers")
         call.epoch = self.state.data_ptr()
         call.half_epoch = 0 if half_epoch is None else half_epoch.data_ptr()
-        call.blocks_out, call.claimed = call.epoch + 8, call.epoch + 12
+        call.blocks_out = call.epoch + 4 * TURN_WORDS
+        call.claimed = call.blocks_out + 4
         call.some_flags, end = (self.layout.offset(name) for name in ("done_flags", "combine_recv_weights"))
         call.num_some_flags = (end - call.some_flags) // 4
         call.fault, call.fault_claimed = self.fault.record_address, self.fault.claimed.data_ptr()
         call.open_timeout_ns, call.timeout_ns = (int(seconds * 1e9) for seconds in self._timeouts_s)
-        call.options_hash, call.num_ranks = OPTIONS_HASH, self.plan.num_ranks
+        call.options_hash = OPTIONS_HASH
         call.left_flags, call.arrivals = self.layout.offset("left_flags"), self.arrivals.data_ptr()
         return kernel
 
@@ -147,7 +148,7 @@ class Rank0:
         self.last_run_s = one_gpu.run(kernel, blocks)
         if opens:
             self._opened, self.epoch = self.epoch, next_epoch(self.epoch)
-        assert self.state.tolist() == [signed(self._opened), *[0] * (2 + CLAIMS)]
+        assert self.state.tolist() == [signed(self._opened), *[0] * (TURN_WORDS + CLAIMS)]
         assert self.records.is_over(slot, self._sequence)
         return self.records.take(slot)
 

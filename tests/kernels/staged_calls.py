@@ -13,7 +13,7 @@ from tests.kernels.played_peer import counts_of, sent_rows
 from tests.kernels.silent_peer import ABSENT, BLOCKS, NAN_THAT_TRAVELS, STALE, Rank0, int32, signed
 from tests.support.cases import FP8, Problem, same_bytes, same_routed
 from tokenloom.backends.peers.buffers import ARRIVING, arriving_part, staged_layout
-from tokenloom.kernels.common import H200, HEADER_WORDS, TURNS, block_count_words
+from tokenloom.kernels.common import H200, HEADER_WORDS, TURN_WORDS, TURNS, block_count_words
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.runtime.kernel_reports import CallOutcome
 
@@ -126,7 +126,7 @@ class StagedCall:
         self.slot_ranges = stale(local, plan.num_ranks, 2)
         self.all_counts = stale(plan.num_ranks, plan.num_ranks + plan.num_experts)
         self.slots = stale(len(self.x) * (plan.num_ranks + plan.top_k))
-        self.half_epoch = int32([0, 0])
+        self.half_epoch = int32([0] * TURN_WORDS)
         variant = DispatchVariant(
             plan,
             layout=options.layout,

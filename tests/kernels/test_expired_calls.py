@@ -14,7 +14,7 @@ from tests.kernels.one_gpu import DEVICE, LONG_S, SHORT_S, needs_one_gpu
 from tests.kernels.silent_peer import BLOCKS, OPTIONS_HASH, Rank0, error_of, int32
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.combine.launch import CombineVariant, max_chunks
-from tokenloom.kernels.common import H200, MAX_BLOCKS, block_count_words
+from tokenloom.kernels.common import H200, MAX_BLOCKS, TURN_WORDS, block_count_words
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.kernel_reports import PHASES, CallOutcome
@@ -95,7 +95,7 @@ class Dispatch:
         self.slots = int32([99] * NUM_LOCAL * (PLAN.num_ranks + PLAN.top_k))
         self.slot_ranges = int32([99] * 2 * PLAN.num_experts)
         self.block_counts = int32([0] * block_count_words(PLAN))
-        self.half_epoch = int32([0, 0])
+        self.half_epoch = int32([0] * TURN_WORDS)
         self.peers = rank0.addresses(self.data)
         self.kernels = [self._kernel(layout, part, rows) for part in parts]
 

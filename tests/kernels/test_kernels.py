@@ -238,10 +238,12 @@ def test_numbers_are_the_same_on_both_sides() -> None:
         "device/transport/gin.cuh",
         f"static_assert(kQueueDepth == {rail.QUEUE_DEPTH} && kTraffics == {rail.TRAFFICS});",
         f"static_assert(kDescriptorBytes == {rail.DESCRIPTOR_BYTES});",
+        f"static_assert(kMostRanksOfNodes == {common.MAX_RANKS_OF_NODES});",
     )
+    check("device/roles/arrivals.cuh", f"static_assert(kMostFusedRanks == {common.MAX_FUSED_RANKS});")
     check(
         "device/transport/call.cuh",
-        f"static_assert(kMostRanks == {common.MAX_RANKS});",
+        f"static_assert(kMostRanks == {common.MAX_RANKS} && kTurnWords == {common.TURN_WORDS});",
         f"static_assert(kMostBlocks == {common.MAX_BLOCKS});",
         f"static_assert(kClaims == {common.CLAIMS});",
         f"static_assert(kHeaderWords == {common.HEADER_WORDS});",
@@ -264,7 +266,7 @@ def test_numbers_are_the_same_on_both_sides() -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("num_ranks", "num_experts"), [(1, 1), (3, 21), (8, 256), (32, 32)])
+@pytest.mark.parametrize(("num_ranks", "num_experts"), [(1, 1), (3, 21), (8, 256), (64, 64)])
 def test_headers_have_their_room(num_ranks: int, num_experts: int) -> None:
     """One of each source for every turn that calls take."""
     _, num_bytes = buffers.control_layout(Plan(num_ranks, num_experts, 8, 1, 1)).places["headers"]

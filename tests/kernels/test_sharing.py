@@ -6,7 +6,7 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.cases import BF16
@@ -130,6 +130,7 @@ def variants_of(plan: Plan) -> list[DispatchVariant | CombineVariant]:
     return [*dispatches, *(CombineVariant(plan, layout=layout, **HOME) for layout in ("token", "expert"))]
 
 
+@settings(deadline=None)
 @given(machines, st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 8]), st.integers(1, MAX_BLOCKS))
 def test_any_machine(rates: Rates, num_ranks: int, top_k: int, blocks: int) -> None:
     """Some block sends. Faster links want at least as many blocks, and of these at least as many that send."""

@@ -22,6 +22,7 @@ from tokenloom.plan import ROUTE_LAYOUTS, Plan, align_up
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
 SIZES = {"num_ranks": 8, "experts_per_rank": 32, "top_k": 8, "hidden": 7168, "max_tokens": 4096}
+MOST = {"num_ranks": 64, "experts_per_rank": 8, "top_k": 32}
 
 Named = tuple[str, Variant]
 
@@ -116,8 +117,12 @@ _NAMED: list[Named] = [
         for num_ranks, layout in ((1, "expert"), (2, "token"), (3, "expert"), (4, "rank"))
         for v in both(f"{num_ranks} ranks", layout, num_ranks=num_ranks)
     ),
-    # As many ranks as bits in the masks of ranks.
+    # As many ranks as a warp has lanes, and as many as there may be, of which a lane has two.
     *both("32 ranks", "expert", num_ranks=32, experts_per_rank=8),
+    *both("64 ranks", "expert", num_ranks=64, experts_per_rank=8),
+    dispatch("top-32 of 64 ranks", "token", BF16, **MOST),
+    dispatch("slots, top-32 of 64 ranks, staged", "slots", FP8, staged=True, **MOST),
+    combine("top-32 of 64 ranks, eager", "token", *(BF16,) * 3, eager=True, **MOST),
     # One expert a token, and the most: a full warp of routes. More routes than there are experts.
     *both("top-1", "expert", top_k=1),
     *both("top-32", "expert", top_k=32),
@@ -312,7 +317,7 @@ _NAMED: list[Named] = [
     ),
     *(
         (f"barrier, {num_ranks} ranks", BarrierVariant(plan=sized({"num_ranks": num_ranks})[0]))
-        for num_ranks in (1, 8, 32)
+        for num_ranks in (1, 8, 32, 64)
     ),
     # Shared memory grows with the experts.
     *((f"slots_of_routes, {e} experts", SlotsOfRoutesVariant(e)) for e in (1, 256, MAX_EXPERTS)),

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -76,6 +76,7 @@ def equal(found: Rates, want: Rates) -> None:
     assert asdict(found) == pytest.approx(asdict(want), rel=2e-3, abs=1e-3)
 
 
+@settings(deadline=None)
 @given(near_default, st.sampled_from([2, 4]))
 def test_rates_are_those_that_take_these_times(of: Rates, num_ranks: int) -> None:
     """The reverse of what chooses SMs."""

@@ -76,7 +76,8 @@ class MegaMoE:
     bits. Making a layer is collective, and so is every call.
 
     Args:
-        group: as in ``Communicator``. The ranks are Hopper GPUs of one host with ``backend`` "nvlink".
+        group: as in ``Communicator``. The ranks are Hopper GPUs of one host with ``backend`` "nvlink", at
+            most 32.
         num_experts: E, divisible by the number of ranks.
         hidden: H, a multiple of 16. Kernels have the next multiple of 128: weights are padded with zeros when they are
             loaded, x is padded in each call, and results are cut.

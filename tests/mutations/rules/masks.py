@@ -174,27 +174,36 @@ REPEATED = (
       f"{LATE_CALLS}._find_late", "in_vain == ranks.num_ranks", "in_vain == 7", f"{MADE_UP}::test_nobody_is_late"),
 )
 
+MANY = "tests/backends/test_many_ranks.py::test_"
 NVLINK_CALLS = ("tests/backends/test_nvlink_masks.py::test_bounded_calls",)
 
 KERNELS = (
+    M("masks-of-one-word", "a rank from the 33rd on that is masked takes one of the first along",
+      "backends.peers.opening:Launcher.leave_out", "rank // 32 == word - 1", "True", f"{MANY}calls[not eager]"),
+    M("rows-of-32-ranks", "sums take the rows of upper ranks for those of lower ones",
+      "kernels/combine/sum.cuh:term_of", "term.rank = first + __ffs(rest) - 1", "term.rank = __ffs(rest) - 1",
+      f"{MANY}calls[not eager]"),
+    M("faults-of-32-ranks", "a refused call does not say which of the upper ranks is at fault",
+      "device/transport/call.cuh:await_call", "begin < kRanks", "begin < 32",
+      f"{MANY}a_call_that_differs"),
     M("kernels-wait-for-masked-ranks", "a kernel waits until a masked rank opens its call",
-      "device/transport/call.cuh:await_call", "if (turn.leaves_out(peer)) continue;", "",
+      "device/transport/call.cuh:await_call", "if (turn.leaves_out<kRanks>(peer)) continue;", "",
       *NVLINK_CALLS, gpu=True),
     M("kernels-route-to-masked-ranks", "a kernel counts routes to masked ranks",
       "device/roles/count_routes.cuh:count_routes_of",
-      "expert < 0 || turn.leaves_out(expert / Shape::experts_per_rank)", "expert < 0",
+      "expert < 0 || turn.leaves_out<Shape::num_ranks>(expert / Shape::experts_per_rank)", "expert < 0",
       f"{MASKS}::test_bounded_overflow", gpu=True),
     M("old-counts-of-masked-ranks", "a kernel takes what lies in the header of a masked rank for counts",
       "device/roles/count_routes.cuh:AllCounts::count",
-      "turn.leaves_out(source) ? 0 : ", "",
+      "turn.leaves_out<Shape::num_ranks>(source) ? 0 : ", "",
       "tests/backends/test_nvlink_masks.py::test_memory_of_masked_ranks", gpu=True),
     M("kernels-add-rows-of-masked-ranks", "a combine adds what lies where masked ranks would have sent rows home",
       "kernels/combine/combine.cuh:find_bases",
-      "turn.leaves_out(i) ? kNoRows : args.all_counts[args.call.rank * kCounts + i]",
+      "is_masked ? kNoRows : args.all_counts[args.call.rank * kCounts + i]",
       "args.all_counts[args.call.rank * kCounts + i]", f"{MASKS}::test_negative_zeros", gpu=True),
     M("rows-to-masked-ranks", "a combine stores rows in the memory of a masked rank",
       "kernels/combine/combine.cuh:find_bases",
-      "turn.leaves_out(i) ? 0 : args.all_counts[i * kCounts + args.call.rank]",
+      "is_masked ? 0 : args.all_counts[i * kCounts + args.call.rank]",
       "args.all_counts[i * kCounts + args.call.rank]",
       "tests/backends/test_nvlink_masks.py::test_memory_of_masked_ranks", gpu=True),
 )

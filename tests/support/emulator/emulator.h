@@ -137,6 +137,7 @@ inline unsigned __match_any_sync(unsigned, T value) {
 
 inline int __popc(unsigned word) { return __builtin_popcount(word); }
 inline int __ffs(unsigned word) { return __builtin_ffs(static_cast<int>(word)); }
+inline int __ffsll(unsigned long long word) { return __builtin_ffsll(static_cast<long long>(word)); }
 inline int __clz(int word) { return word == 0 ? 32 : __builtin_clz(static_cast<unsigned>(word)); }
 inline float __uint_as_float(unsigned word) { return emulated_value<float>(word); }
 inline unsigned __float_as_uint(float value) { return static_cast<unsigned>(emulated_bits(value)); }

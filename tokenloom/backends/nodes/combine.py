@@ -17,7 +17,7 @@ from tokenloom.backends.seam import CombineKind, CombineOptions, Sent
 from tokenloom.errors import InvalidArgument
 from tokenloom.kernels.combine.launch import CALL_FIELDS
 from tokenloom.kernels.combine.launch_network import CombineNetworkVariant
-from tokenloom.kernels.common import TURNS
+from tokenloom.kernels.common import TURN_WORDS, TURNS
 from tokenloom.runtime.deferred_release import keep_until_idle
 from tokenloom.runtime.openings import CallKind, Fields
 
@@ -116,7 +116,7 @@ class NodesCombine:
         if stream is not None and self.receiving_kernel is None:
             launcher.launch_ready(self.kernel, self._call_kind, handle.number, stream)
         elif self.receiving_kernel is not None:
-            epoch = torch.empty(2, dtype=torch.int32, device=out.device)
+            epoch = torch.empty(TURN_WORDS, dtype=torch.int32, device=out.device)
             # What the dispatch has left is read at home too, when its user may have let go of it.
             half = Half((epoch, handle, out), epoch.data_ptr(), self.receiving_kernel)
             launcher.launch(self.kernel, self._call_kind, handle.number, begins=half)

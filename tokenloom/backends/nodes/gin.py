@@ -21,7 +21,7 @@ from tokenloom.errors import TokenloomError
 from tokenloom.jit import compiler, nccl_headers
 from tokenloom.jit.compiler import KernelSpec, Prelude
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.common import Variant
+from tokenloom.kernels.common import MAX_RANKS_OF_NODES, Variant
 from tokenloom.kernels.common.rail import STATE_BYTES, TRAFFICS, Rail
 from tokenloom.kernels.signals.launch import SignalsVariant
 from tokenloom.runtime.deferred_release import wait_for
@@ -104,7 +104,7 @@ def probe(request: Request) -> Availability:
     """
     if "gin" not in (request.name, request.between_nodes):
         return Availability("gin", False, "only transport='gin' takes it")
-    why_not = why_no_kernels(request)
+    why_not = why_no_kernels(request, MAX_RANKS_OF_NODES)
     if why_not is not None:
         return Availability("gin", False, why_not)
     require_sms(request.fixed_sms, request.device)

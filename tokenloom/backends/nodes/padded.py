@@ -18,7 +18,7 @@ from tokenloom.backends.nodes.memory import NodeBuffers
 from tokenloom.backends.peers.backend import require_sms, why_no_kernels
 from tokenloom.backends.peers.opening import Half, OpeningKernel
 from tokenloom.backends.registration import Availability, Request
-from tokenloom.kernels.common import MAX_BLOCKS
+from tokenloom.kernels.common import MAX_BLOCKS, MAX_RANKS_OF_NODES, TURN_WORDS
 from tokenloom.kernels.common.rail import Rail
 from tokenloom.plan import Plan
 from tokenloom.runtime.collectives import Transfer
@@ -105,7 +105,7 @@ class PaddedLauncher(NodesLauncher):
         """The others' kernels and collectives, of no tokens."""
         empty, kind = self.empty_of(fields), CallKind(fields)
         assert empty.receiving_kernel is not None
-        epoch = torch.empty(2, dtype=torch.int32, device=self.ranks.device)
+        epoch = torch.empty(TURN_WORDS, dtype=torch.int32, device=self.ranks.device)
         half = Half(epoch, epoch.data_ptr(), empty.receiving_kernel)
         self.launch(empty.kernel, kind, kind.number, status=status, begins=half)
         self.finish(half)
@@ -119,7 +119,7 @@ def probe(request: Request) -> Availability:
     """
     if request.name != "padded":
         return Availability("padded", False, "only backend='padded' takes it")
-    why_not = why_no_kernels(request)
+    why_not = why_no_kernels(request, MAX_RANKS_OF_NODES)
     if why_not is None and request.transport != "nccl":
         why_not = f"it needs a process group over nccl, this one is over {request.transport}"
     if why_not is not None:

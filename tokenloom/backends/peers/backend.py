@@ -45,7 +45,7 @@ from tokenloom.errors import BackendUnavailable, InvalidArgument, KernelCompileE
 from tokenloom.jit.compiler import load_nvrtc
 from tokenloom.jit.kernel import Kernel, load_driver
 from tokenloom.kernels.barrier.launch import BarrierVariant
-from tokenloom.kernels.common import H200, HOPPER, MAX_BLOCKS, MAX_RANKS
+from tokenloom.kernels.common import H200, HOPPER, MAX_BLOCKS, MAX_FUSED_RANKS, MAX_RANKS
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.plan import Plan
 from tokenloom.runtime.deferred_release import synchronize
@@ -224,7 +224,16 @@ class NvlinkBackend:
         return bool(is_kept) or not before.has_graphs
 
     def fused_layer(self, num_shared_experts: int, recipe: str) -> FusedLayerCalls:
-        """Serve one MegaMoE from now on, and nobody else, on the memory of now."""
+        """Serve one MegaMoE from now on, and nobody else, on the memory of now.
+
+        Raises:
+            InvalidArgument: there are more ranks than its kernels serve.
+        """
+        if self._plan.num_ranks > MAX_FUSED_RANKS:
+            raise InvalidArgument(
+                f"a MegaMoE on 'nvlink' serves at most {MAX_FUSED_RANKS} ranks, and the group has "
+                f"{self._plan.num_ranks}; use backend='composed'"
+            )
         if not self._buffers.fused:
             self._buffers.serve_fused_layer(num_shared_experts, recipe)
         self._fused = FusedLayerCalls(self._launcher, self._buffers, num_shared_experts, recipe, self._late)
@@ -354,6 +363,8 @@ class NvlinkBackend:
 
 MAX_SMS = MAX_BLOCKS
 """One block takes one SM."""
+TRIED_RANKS = 8
+"""More were tried on the emulator alone, which :meth:`tokenloom.Communicator.describe` says."""
 BULK_VALUES = 8
 """Values of 2 bytes in the 16 that a bulk copy moves at least."""
 
@@ -372,7 +383,10 @@ def probe(request: Request) -> Availability:
     facts["gpu"] = gpu_identity(device)
     if request.num_sms is not None:
         require_sms(request.num_sms, device)
-    return Availability("nvlink", True, f"own kernels on {torch.cuda.get_device_name(device)}", facts)
+    why = f"own kernels on {torch.cuda.get_device_name(device)}"
+    if request.plan is not None and request.plan.num_ranks > TRIED_RANKS:
+        why += f"; no more than {TRIED_RANKS} ranks have run on GPUs yet"
+    return Availability("nvlink", True, why, facts)
 
 
 def gpu_identity(device: torch.device) -> str:
@@ -403,15 +417,15 @@ def why_not_on(topology: Topology) -> str | None:
 REGISTRATION = Registration("nvlink", CAPABILITIES, probe, make, objections, why_not_on)
 
 
-def why_no_kernels(request: Request) -> str | None:
-    """Say why the kernels cannot run on this rank; None if they can."""
+def why_no_kernels(request: Request, most_ranks: int = MAX_RANKS) -> str | None:
+    """Say why the kernels, which serve so many ranks, cannot run on this rank; None if they can."""
     plan, device = request.plan, request.device
     if request.dtype == torch.float64:
         return "its kernels have no float64"
     if plan is not None and plan.hidden % BULK_VALUES:
         return f"rows of {plan.hidden} bfloat16 values are no multiple of {BULK_VALUES * 2} bytes"
-    if plan is not None and plan.num_ranks > MAX_RANKS:
-        return f"it serves at most {MAX_RANKS} ranks"
+    if plan is not None and plan.num_ranks > most_ranks:
+        return f"it serves at most {most_ranks} ranks"
     if device.type != "cuda":
         return f"it needs a GPU, the tensors are on {device.type}"
     capability = torch.cuda.get_device_capability(device)

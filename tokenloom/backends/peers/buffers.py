@@ -174,8 +174,8 @@ ARRIVING: dict[MakeLayout, tuple[str, str]] = {
     sums_in_turns_layout: ("combine_recv", "combine_recv"),
     routes_in_turns_layout: ("combine_recv", "combine_recv"),
 }
-"""Buffers in which rows are awaited word by word, in the latter two by eager calls. The first and the last of the parts
-that rows come to."""
+"""Buffers in which rows are awaited word by word, in the latter two by eager calls; and the first and the last part that
+they come to."""
 
 
 def arriving_part(layout: BufferLayout, names: tuple[str, str], turn: int) -> tuple[int, int]:

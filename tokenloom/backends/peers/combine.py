@@ -37,6 +37,7 @@ from tokenloom.kernels.combine.launch import (
     PreReduceVariant,
     max_chunks,
 )
+from tokenloom.kernels.common import TURN_WORDS
 from tokenloom.plan import Plan
 from tokenloom.runtime.openings import CallKind
 from tokenloom.runtime.symmetric_memory import SymmetricBuffer
@@ -285,7 +286,7 @@ class SumsAtHome:
         if stream is not None:
             launcher.launch_ready(self._kernel, self._call_kind, handle.number, stream, blocks=self._blocks)
         elif self._receiving_kernel is not None:
-            epoch = torch.empty(2, dtype=torch.int32, device=out.device)
+            epoch = torch.empty(TURN_WORDS, dtype=torch.int32, device=out.device)
             # The counts and slots of the dispatch are read at home too, when its user may have let go of it.
             half = Half((epoch, handle, ids, out), epoch.data_ptr(), self._receiving_kernel, self._blocks)
             launcher.launch(self._kernel, self._call_kind, handle.number, blocks=self._blocks, begins=half)

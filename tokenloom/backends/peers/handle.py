@@ -13,7 +13,7 @@ from tokenloom.backends.peers.opening import Launcher
 from tokenloom.backends.seam import DispatchOptions, DispatchOut, RoutedCounts
 from tokenloom.errors import InvalidArgument
 from tokenloom.jit.kernel import Kernel
-from tokenloom.kernels.common import spec_of
+from tokenloom.kernels.common import TURN_WORDS, spec_of
 from tokenloom.kernels.dispatch.launch import RESULTS
 from tokenloom.kernels.row_weights.launch import BLOCKS, RowWeightsVariant
 from tokenloom.ops import routing
@@ -65,7 +65,7 @@ class ResultsLayout:
         self.scales_per_row = plan.scales_by(options.recipe) if with_scales else 0
         num_ranks, local = plan.num_ranks, plan.experts_per_rank
         counts = dict(zip(COUNTS, (1, num_ranks, local, local + 1), strict=True))
-        more = {"all_counts": num_ranks * (num_ranks + plan.num_experts), "epoch": 2, **sizes}
+        more = {"all_counts": num_ranks * (num_ranks + plan.num_experts), "epoch": TURN_WORDS, **sizes}
         self.starts: dict[str, int] = {}
         self._ends: dict[str, int] = {}
         end = 0

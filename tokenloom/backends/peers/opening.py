@@ -30,6 +30,7 @@ from tokenloom.kernels.common import (
     MAX_BLOCKS,
     MOST_ARRIVALS,
     OPENING_FIELDS,
+    TURN_WORDS,
     Call,
     Rates,
     SharesWork,
@@ -139,7 +140,7 @@ class Launcher:
         self._all_kernels: weakref.WeakSet[OpeningKernel] = weakref.WeakSet()
         # Epoch, masked ranks, blocks out, claims.
         with torch.inference_mode(False):  # ranks are masked in any mode
-            self._state = torch.zeros(3 + CLAIMS, dtype=torch.int32, device=ranks.device)
+            self._state = torch.zeros(TURN_WORDS + 1 + CLAIMS, dtype=torch.int32, device=ranks.device)
             self._arrivals = torch.zeros(MOST_ARRIVALS, 3, dtype=torch.int64, device=ranks.device)
         self._num_arrivals = 0
         self._opened = torch.zeros(1, dtype=torch.int32, device=ranks.device)
@@ -185,8 +186,8 @@ class Launcher:
         opening.peers = self.control.peers.data_ptr()
         opening.headers = self.control.layout.offset("headers")
         opening.epoch = self._state.data_ptr()
-        opening.blocks_out = self._state.data_ptr() + 8
-        opening.claimed = self._state.data_ptr() + 12
+        opening.blocks_out = opening.epoch + 4 * TURN_WORDS
+        opening.claimed = opening.blocks_out + 4
         opening.some_flags = self.control.layout.offset("done_flags")
         opening.left_flags = self.control.layout.offset("left_flags")
         opening.arrivals = self._arrivals.data_ptr()
@@ -196,7 +197,7 @@ class Launcher:
         late = self.outcomes.known_losses is not None  # who is late is masked, wherever it is awaited
         opening.open_timeout_ns = int((self.ranks.timeout_s if late else self.ranks.open_timeout_s) * 1e9)
         opening.timeout_ns = int(self.ranks.timeout_s * 1e9)
-        opening.rank, opening.num_ranks = self.ranks.rank, self.ranks.num_ranks
+        opening.rank = self.ranks.rank
         self._all_kernels.add(made)
         return made
 
@@ -379,8 +380,9 @@ class Launcher:
         Not to be called while a graph is captured.
         """
         self.follow()
-        bits = sum(1 << rank for rank in set(ranks))
-        self._state[1].fill_(bits - (bits >> 31 << 32))
+        for word in range(1, TURN_WORDS):
+            bits = sum(1 << rank % 32 for rank in set(ranks) if rank // 32 == word - 1)
+            self._state[word].fill_(bits - (bits >> 31 << 32))
         self._last_handle = current_handle(self.ranks.device)
         self._last = self._stream_of(self._last_handle, self._last)
         self.masked = self.outcomes.masked = frozenset(ranks)
@@ -402,7 +404,7 @@ class Launcher:
         first = epochs[0]
         last = max(epochs, key=lambda epoch: (epoch - first + (1 << 31)) % (1 << 32))
         self._state[0].fill_(last - (last >> 31 << 32))
-        self._state[2:].zero_()
+        self._state[TURN_WORDS:].zero_()
         self.outcomes.begin_anew()
         self.outcomes.known_losses, self.num_calls = known_losses, first_call
         self.leave_out(masked)
@@ -425,7 +427,7 @@ class Launcher:
 
     @property
     def masked_address(self) -> int:
-        """Address of the word in device memory that says who is masked."""
+        """Address of the words in device memory that say who is masked: bit r of the first is rank r."""
         return self._state.data_ptr() + 4
 
     @property

@@ -6,6 +6,8 @@
 #include "device/roles/gate.cuh"
 #include "device/sync/wait.cuh"
 
+constexpr int kMostFusedRanks = 32;  // a bit of a word for each: here, and in kernels/moe
+
 // Where the result of a row goes: the rank, and which row of that rank's results.
 constexpr int kHomeRowBits = 26;
 
@@ -34,6 +36,7 @@ __device__ __forceinline__ uint32 wait_for_bounds(const uint32* begun, uint32& s
 // Tiles come in the order of experts. What was found of an expert holds for all of its tiles.
 template <int kRanks>
 struct OpenWhenArrived {
+    static_assert(kRanks <= kMostFusedRanks);
     const uint32* const& arrived;   // [experts][kRanks] rows, written by that rank
     const uint32* const& expected;  // [experts][kRanks] how many there are to be
     const Deadline& deadline;

@@ -71,26 +71,30 @@ struct TokenIds {
 template <class Shape, class Id, class Args>
 __device__ void count_routes_of(const Args& args, Chunk chunk, Turn turn, int32* counts) {
     const int lane = threadIdx.x % 32;
-    int32 rows_of_lane = 0;  // lane r counts the rows for rank r
+    constexpr int kOfLane = (Shape::num_ranks + 31) / 32;
+    int32 rows_of_lane[kOfLane] = {};  // lane r % 32 counts the rows for rank r
     for (int32 first = chunk.begin + (threadIdx.x - lane); first < chunk.end; first += Shape::threads) {
         TokenIds<Shape, Id> ids;
         if (first + lane < chunk.end) ids.load(args, first + lane);
         else ids.clear();
-        uint32 ranks = 0;
+        RankMask<Shape::num_ranks> ranks = 0;
 #pragma unroll
         for (int k = 0; k < Shape::top_k; ++k) {
             const int32 expert = expert_of_id<Shape::num_experts>(ids.id[k]);
-            if (expert < 0 || turn.leaves_out(expert / Shape::experts_per_rank)) continue;
-            ranks |= 1u << (expert / Shape::experts_per_rank);
+            if (expert < 0 || turn.leaves_out<Shape::num_ranks>(expert / Shape::experts_per_rank)) continue;
+            ranks |= RankMask<Shape::num_ranks>{1} << (expert / Shape::experts_per_rank);
             atomicAdd(&counts[Shape::num_ranks + expert], 1);
         }
 #pragma unroll
         for (int r = 0; r < Shape::num_ranks; ++r) {
             const int32 rows = __popc(__ballot_sync(~0u, (ranks >> r) & 1));
-            if (lane == r) rows_of_lane += rows;
+            if (lane == r % 32) rows_of_lane[r / 32] += rows;
         }
     }
-    if (lane < Shape::num_ranks && rows_of_lane != 0) atomicAdd(&counts[lane], rows_of_lane);
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i)
+        if (lane + 32 * i < Shape::num_ranks && rows_of_lane[i] != 0)
+            atomicAdd(&counts[lane + 32 * i], rows_of_lane[i]);
 }
 
 template <class Shape, class Args>
@@ -142,7 +146,7 @@ struct AllCounts {
     Turn turn;
     // Number `index` of what a source has counted: rows for each rank, then routes of each expert.
     __device__ int32 count(int source, int index) const {
-        return turn.leaves_out(source) ? 0 : headers[source * kStride + kHeaderWords + index].value;
+        return turn.leaves_out<Shape::num_ranks>(source) ? 0 : headers[source * kStride + kHeaderWords + index].value;
     }
     __device__ int32 rows(int source, int rank) const { return count(source, rank); }
     __device__ int32 region(int rank) const { return headers[rank * kStride + kRegionWord].value; }

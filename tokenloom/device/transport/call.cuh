@@ -22,6 +22,7 @@ constexpr int kRegionWord = 1;
 constexpr int kHashWord = 2;
 constexpr int kClaims = 3;  // kinds of work in one kernel that warps claim: rows to send, to fill or add, own ones
 constexpr int kOwnRows = 2;
+constexpr int kTurnWords = 3;  // of a Turn in memory: the epoch, then the mask
 constexpr int32 kOwnFault = 1;  // status of a rank that cannot make the call; outcomes.py has the others
 
 // In pinned host memory. All but `sequence` is written only when something is wrong; each rank finds the same.
@@ -45,8 +46,8 @@ struct Arrivals {
 struct Call {
     const uint64* peers;  // [W] device memory: every rank's control buffer
     uint64 headers;       // StampedWord [kTurns][W][header_words<counts>]
-    uint32* epoch;        // device memory [2]: calls opened so far; ranks that take no part, from the next call on
-    uint32* half_epoch;   // device memory [2]: the turn of the call whose halves are two kernels, from send to receive
+    uint32* epoch;        // device memory [kTurnWords]: calls opened so far; who takes no part, from the next call on
+    uint32* half_epoch;   // the same: the turn of the call whose halves are two kernels, from send to receive
     uint32* blocks_out;   // device memory: blocks that have left this call, and how many of them in vain
     uint32* claimed;      // device memory [kClaims]: items that warps have claimed, of each kind of work
     FaultRecord* fault;
@@ -66,8 +67,6 @@ struct Call {
     int32 region;  // where this rank wants what it receives; may be another one on every rank
     uint32 sequence;  // what the last block out writes to the record; 0 writes nothing, since nobody waits for a replay
     int32 rank;
-    int32 num_ranks;
-    int32 padding;
 };
 
 // Which part of a call a kernel is.
@@ -77,9 +76,17 @@ enum Part : int { kWhole = 0, kSend = 1, kReceive = 2 };
 // where they write means nothing. All blocks of all kernels of a call find the same.
 struct Turn {
     uint32 epoch;
-    uint32 masked;  // bit r: rank r is masked
+    uint64 masked;  // bit r: rank r is masked
 
-    __device__ __forceinline__ bool leaves_out(int rank) const { return (masked >> rank & 1) != 0; }
+    template <int kRanks>
+    __device__ __forceinline__ RankMask<kRanks> mask() const {
+        return static_cast<RankMask<kRanks>>(masked);
+    }
+
+    template <int kRanks>
+    __device__ __forceinline__ bool leaves_out(int rank) const {
+        return (mask<kRanks>() >> rank & 1) != 0;
+    }
 };
 
 // The epoch is never 0, which flags show that nobody has raised; 4 instead, since turns go on. A kernel that may begin
@@ -87,10 +94,15 @@ struct Turn {
 template <int kPart = kWhole>
 __device__ __forceinline__ Turn turn_of(const Call& call) {
     const uint32* found = kPart == kReceive ? call.half_epoch : call.epoch;
-    const uint32 epoch = found[0], masked = found[1];
+    const uint32 epoch = found[0];
+    const uint64 masked = found[1] | static_cast<uint64>(found[2]) << 32;
     if constexpr (kPart == kReceive) return {epoch, masked};
     return {epoch + 1 != 0 ? epoch + 1 : kTurns, masked};
 }
+
+// The lowest rank of a mask that has one.
+__device__ __forceinline__ int lowest_rank(uint32 mask) { return __ffs(mask) - 1; }
+__device__ __forceinline__ int lowest_rank(uint64 mask) { return __ffsll(mask) - 1; }
 
 // A turn without the ranks of other nodes: those that this rank reaches over NVLink.
 template <int kNodeRanks>
@@ -163,7 +175,7 @@ __device__ __forceinline__ void tell_ranks(const Call& call, Turn turn, int sour
     const uint64 place = header_offset<kRanks, kCounts>(call, turn.epoch, source);
     for (int i = threadIdx.x; i < kWords * kRanks; i += kThreads) {
         const int rank = i / kWords, word = kBegin + i % kWords;
-        if (turn.leaves_out(rank)) continue;
+        if (turn.leaves_out<kRanks>(rank)) continue;
         auto* to = window_of<kRanks>(call.peers).template staging<StampedWord>(rank, place) + word;
         store_relaxed_sys(to, StampedWord{header[word], turn.epoch});
     }
@@ -206,11 +218,11 @@ __device__ Opened await_call(const Call& call, Turn turn) {
     constexpr int kStride = header_words<kCounts>;
     const Deadline deadline = opening_deadline_of(call);
     const StampedWord* all = headers_of<kRanks, kCounts>(call, turn.epoch);
-    const int first = __ffs(~turn.masked) - 1;
+    const int first = lowest_rank(~turn.mask<kRanks>());
     bool here = true, same = true;
     for (int i = threadIdx.x; i < kRanks * kHeaderWords; i += kThreads) {
         const int peer = i / kHeaderWords, word = i % kHeaderWords;
-        if (turn.leaves_out(peer)) continue;
+        if (turn.leaves_out<kRanks>(peer)) continue;
         const StampedWord *own = all + peer * kStride + word, *other = all + first * kStride + word;
         StampedWord value = load_relaxed_sys(own), wanted = load_relaxed_sys(other);
         const auto wait = [&](const StampedWord* from, int source, StampedWord& found) {
@@ -224,22 +236,31 @@ __device__ Opened await_call(const Call& call, Turn turn) {
     if (!__syncthreads_and(here)) return Opened::kExpired;
     if (__syncthreads_and(same)) return Opened::kGo;
     if (kRecords && blockIdx.x == 0 && threadIdx.x < 32) {
-        const int peer = threadIdx.x;
-        const bool takes_part = peer < kRanks && !turn.leaves_out(peer);
-        const StampedWord *header = all + (takes_part ? peer : first) * kStride, *wanted = all + first * kStride;
-        const int32 status = header->value;
-        bool differs = false;
-        for (int word = kHashWord; word < kHeaderWords; ++word)
-            differs = differs || header[word].value != wanted[word].value;
+        const auto ranks_where = [&](auto is_so) {
+            RankMask<kRanks> ranks = 0;
+            for (int begin = 0; begin < kRanks; begin += 32) {
+                const int rank = begin + threadIdx.x;
+                const bool takes_part = rank < kRanks && !turn.leaves_out<kRanks>(rank);
+                const uint32 found = __ballot_sync(~0u, takes_part && is_so(all + rank * kStride));
+                ranks |= static_cast<RankMask<kRanks>>(found) << begin;
+            }
+            return ranks;
+        };
         // Who only follows a fault of the call before comes behind who has one of this call.
-        const uint32 own_fault = __ballot_sync(~0u, takes_part && status == kOwnFault);
-        const uint32 faulty = own_fault != 0 ? own_fault : __ballot_sync(~0u, takes_part && status != 0);
-        const uint32 differing = __ballot_sync(~0u, takes_part && differs);
-        if (faulty != 0 && peer == __ffs(faulty) - 1) {
-            call.record->status = status;
-            store_release_sys(&call.record->faulty_rank, peer + 1);
+        auto faulty = ranks_where([](const StampedWord* header) { return header->value == kOwnFault; });
+        if (faulty == 0) faulty = ranks_where([](const StampedWord* header) { return header->value != 0; });
+        const auto differing = ranks_where([&](const StampedWord* header) {
+            bool differs = false;
+            for (int word = kHashWord; word < kHeaderWords; ++word)
+                differs = differs || header[word].value != all[first * kStride + word].value;
+            return differs;
+        });
+        if (threadIdx.x == 0 && faulty != 0) {
+            call.record->status = all[lowest_rank(faulty) * kStride].value;
+            store_release_sys(&call.record->faulty_rank, lowest_rank(faulty) + 1);
         }
-        if (differing != 0 && peer == __ffs(differing) - 1) store_release_sys(&call.record->differing_rank, peer + 1);
+        if (threadIdx.x == 0 && differing != 0)
+            store_release_sys(&call.record->differing_rank, lowest_rank(differing) + 1);
     }
     return Opened::kRefused;
 }
@@ -258,7 +279,7 @@ __device__ bool await_counts(const Call& call, Turn turn) {
             seen[j] = at < kRanks * kCounts ? load_relaxed_sys(word_of(at)).epoch : turn.epoch;
 #pragma unroll
         for (int j = 0, at = i; j < kAtOnce; ++j, at += kThreads) {
-            if (seen[j] == turn.epoch || turn.leaves_out(at / kCounts)) continue;
+            if (seen[j] == turn.epoch || turn.leaves_out<kRanks>(at / kCounts)) continue;
             StampedWord count;
             here = here && wait_for_word(word_of(at), turn.epoch, deadline_of(call),
                                          writer_for<kRanks, kNodeRanks>(call, at / kCounts), count);
@@ -277,7 +298,7 @@ __device__ bool wait_for_blocks(const Call& call, const PeerSignals& flags, int3
     bool here = true;
     for (int i = threadIdx.x; i < kRanks * blocks; i += kThreads) {
         const int peer = i / blocks, block = i % blocks;
-        here = here && (turn.leaves_out(peer) ||
+        here = here && (turn.leaves_out<kRanks>(peer) ||
                         flags.from(peer * stride).wait(block, turn.epoch, deadline,
                                                        writer_for<kRanks, kNodeRanks>(call, peer), phase));
     }
@@ -313,15 +334,26 @@ __device__ __forceinline__ PeerSignals left_flags_of(const Call& call, int rank)
 }
 
 // One warp tells all ranks that this one sends no row more in this call.
+template <int kRanks>
 __device__ __forceinline__ void tell_that_all_is_sent(const Call& call, Turn turn, int lane) {
-    if (lane < call.num_ranks && !turn.leaves_out(lane)) left_flags_of(call, lane).raise(call.rank, turn.epoch);
+#pragma unroll
+    for (int first = 0; first < kRanks; first += 32) {
+        const int rank = first + lane;
+        if (rank < kRanks && !turn.leaves_out<kRanks>(rank)) left_flags_of(call, rank).raise(call.rank, turn.epoch);
+    }
 }
 
 // One warp, of a call that was refused: rows may be on their way that nobody will read. When no rank sends any more, all
 // words of this turn are absent again. Each rank has heard the same, so each comes here, or has told before.
+template <int kRanks>
 __device__ __forceinline__ void set_arrivals_back(const Call& call, Turn turn, int lane) {
-    const bool over = lane >= call.num_ranks || turn.leaves_out(lane) ||
-                      left_flags_of(call, call.rank).wait(lane, turn.epoch, deadline_of(call), lane, kPhasePartials);
+    bool over = true;
+#pragma unroll
+    for (int first = 0; first < kRanks; first += 32) {
+        const int rank = first + lane;
+        over = over && (rank >= kRanks || turn.leaves_out<kRanks>(rank) ||
+                        left_flags_of(call, call.rank).wait(rank, turn.epoch, deadline_of(call), rank, kPhasePartials));
+    }
     if (!__all_sync(~0u, over)) return;
     __syncwarp();
     for (int number = 0; number < kMostArrivals; ++number) {
@@ -338,7 +370,7 @@ __device__ __forceinline__ void set_arrivals_back(const Call& call, Turn turn, i
 // out calls `publish`, which makes results safe to go on with. Nobody else writes any.
 //
 // Last of all the host learns that the call is over. The release at system scope covers all that this rank has written.
-template <int kPart = kWhole, class Publish>
+template <int kRanks, int kPart = kWhole, class Publish>
 __device__ __forceinline__ void close_call(const Call& call, Turn turn, bool done, Publish publish) {
     constexpr uint32 kInVain = 1 << 16;  // a grid has fewer blocks
     constexpr uint32 kForgets = 1u << 30;  // calls after which old flags are forgotten; not where epochs wrap
@@ -356,7 +388,8 @@ __device__ __forceinline__ void close_call(const Call& call, Turn turn, bool don
             if constexpr (kPart != kReceive) *call.epoch = turn.epoch;
             if constexpr (kPart == kSend) {
                 call.half_epoch[0] = turn.epoch;
-                call.half_epoch[1] = turn.masked;
+                call.half_epoch[1] = static_cast<uint32>(turn.masked);
+                if constexpr (kRanks > 32) call.half_epoch[2] = static_cast<uint32>(turn.masked >> 32);
             }
         }
     }
@@ -366,7 +399,7 @@ __device__ __forceinline__ void close_call(const Call& call, Turn turn, bool don
             for (int i = threadIdx.x; i < 2 * kMostBlocks; i += 32) call.block_flags[i] = 0;
         if (turn.epoch % kForgets == kForgets / 2) forget_old_flags(call, turn.epoch, threadIdx.x);
         // Who receives later may refuse the call then, and nobody waits for that.
-        if (kPart == kSend && has_arrivals(call, threadIdx.x)) tell_that_all_is_sent(call, turn, threadIdx.x);
+        if (kPart == kSend && has_arrivals(call, threadIdx.x)) tell_that_all_is_sent<kRanks>(call, turn, threadIdx.x);
     }
     if (__any_sync(~0u, in_vain)) {
         __syncwarp();  // the other lanes write behind what thread 0 has acquired
@@ -374,8 +407,8 @@ __device__ __forceinline__ void close_call(const Call& call, Turn turn, bool don
         __syncwarp();
         const bool expired = __any_sync(~0u, has_expired(deadline_of(call)));
         if (kPart != kSend && !expired && has_arrivals(call, threadIdx.x)) {
-            if constexpr (kPart == kWhole) tell_that_all_is_sent(call, turn, threadIdx.x);
-            set_arrivals_back(call, turn, threadIdx.x);
+            if constexpr (kPart == kWhole) tell_that_all_is_sent<kRanks>(call, turn, threadIdx.x);
+            set_arrivals_back<kRanks>(call, turn, threadIdx.x);
         }
         __syncwarp();
     }

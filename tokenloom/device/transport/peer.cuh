@@ -5,8 +5,21 @@
 #pragma once
 #include "device/sync/wait.cuh"
 
-// A warp has a lane for each rank, and masks of ranks have 32 bits.
-constexpr int kMostRanks = 32;
+constexpr int kMostRanks = 64;
+
+// A mask with a bit for each rank. Where 32 bits suffice, the machine code knows no others.
+template <bool kIsLong>
+struct MaskBits {
+    using Type = uint32;
+};
+
+template <>
+struct MaskBits<true> {
+    using Type = uint64;
+};
+
+template <int kRanks>
+using RankMask = typename MaskBits<(kRanks > 32)>::Type;
 
 // Signals of one rank, in a row. Other ranks raise them, and their owner waits for them.
 struct PeerSignals {
@@ -63,7 +76,7 @@ struct PeerSignals {
 // kernels that look places up often keep a copy in shared memory.
 template <int kRanks>
 struct PeerWindow {
-    static_assert(kRanks <= kMostRanks, "a lane and a bit of every mask for each rank");
+    static_assert(kRanks <= kMostRanks, "a bit of every mask for each rank");
     uint64 bases[kRanks];
 
     // This rank's own part. What others put there may be read once a signal behind it has been waited for.

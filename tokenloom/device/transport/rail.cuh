@@ -19,6 +19,7 @@ enum Traffic : int { kDispatches = 0, kCombines = 1, kTraffics = 2 };
 // What carries regions.
 enum Carrier : int { kByGin = 0, kByCollective = 1 };
 
+constexpr int kMostRanksOfNodes = 32;  // of all nodes together: a lane and a bit of a word for each
 constexpr int kDescriptorBytes = 128;  // in shared memory, aligned to 64: where a thread writes its request first
 
 // How often each node has signalled, in one kind of calls. Only kernels that send rows change it.

@@ -19,7 +19,6 @@ struct BarrierArgs {
 
 template <class Shape>
 __device__ void barrier(const BarrierArgs& args) {
-    static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
     __shared__ alignas(16) int32 header[kHeaderWords];
     constexpr int kCounts = Shape::num_ranks + Shape::num_experts;
     wait_for_earlier_kernels();
@@ -35,5 +34,5 @@ __device__ void barrier(const BarrierArgs& args) {
     if (threadIdx.x == 0) mark(args.call, kHeard);
     let_next_kernel_begin();  // not before: it takes SMs from whoever computes while ranks wait for each other
     if (threadIdx.x == 0) *args.opened = opened == Opened::kGo;
-    close_call(args.call, turn, opened == Opened::kGo, [] {});
+    close_call<Shape::num_ranks>(args.call, turn, opened == Opened::kGo, [] {});
 }

@@ -49,10 +49,11 @@ __device__ void find_bases(const CombineArgs& args, CombineShared<Shape>& shared
         shared.data.bases[i] = args.peers[i];
         shared.received_base[i] = received;
         const bool stay = CombineRows<Shape>::kOwnStay && i == args.call.rank;
-        shared.received[i] = stay || turn.leaves_out(i) ? 0 : args.all_counts[i * kCounts + args.call.rank];
+        const bool is_masked = turn.leaves_out<Shape::num_ranks>(i);
+        shared.received[i] = stay || is_masked ? 0 : args.all_counts[i * kCounts + args.call.rank];
         shared.home_base[i] = home;
         shared.own_base[i] = own;
-        shared.own[i] = turn.leaves_out(i) ? kNoRows : args.all_counts[args.call.rank * kCounts + i];
+        shared.own[i] = is_masked ? kNoRows : args.all_counts[args.call.rank * kCounts + i];
     }
     __syncthreads();
 }
@@ -75,7 +76,7 @@ __device__ void send_weights(const CombineArgs& args, Turn turn) {
         const float weight = args.weights[i];
 #pragma unroll
         for (int r = 0; r < Shape::num_ranks; ++r)
-            if (!turn.leaves_out(r)) window_of<Shape::num_ranks>(args.peers).put(r, mine, i, weight);
+            if (!turn.leaves_out<Shape::num_ranks>(r)) window_of<Shape::num_ranks>(args.peers).put(r, mine, i, weight);
     }
 }
 
@@ -93,7 +94,6 @@ template <class Shape>
 __device__ bool combine_rows(const CombineArgs& args, Turn turn) {
     const uint32 epoch = turn.epoch;
     extern __shared__ __align__(128) unsigned char memory[];
-    static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
     static_assert(sizeof(CombineShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
     auto& shared = *reinterpret_cast<CombineShared<Shape>*>(memory);
     using Roles = CombineRoles<Shape>;
@@ -148,7 +148,7 @@ __device__ void combine(const CombineArgs& args) {
     wait_for_earlier_kernels();
     const Turn turn = turn_of<Shape::part>(args.call);
     const bool done = combine_rows<Shape>(args, turn);
-    close_call<Shape::part>(args.call, turn, done, [&] {
+    close_call<Shape::num_ranks, Shape::part>(args.call, turn, done, [&] {
         if constexpr (CombineRoles<Shape>::kSums) publish_nan<Shape>(args);
     });
 }

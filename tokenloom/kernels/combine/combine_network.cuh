@@ -273,7 +273,7 @@ template <class Shape>
 __device__ bool combine_network_rows(const CombineNetworkArgs& args, Turn turn) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     using Rows = CombineRows<Shape>;
-    static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
+    static_assert(Shape::num_ranks <= kMostRanksOfNodes, "a lane and a bit of a word for each rank");
     static_assert(Shape::eager != 0 && Shape::per_route == 0, "small calls, of sums");
     static_assert(Shape::num_ranks % Shape::node_ranks == 0, "nodes are of one size");
     static_assert(!Rows::kWeightsFromHome, "homes reach only ranks of their node");
@@ -303,7 +303,7 @@ __device__ void combine_network(const CombineNetworkArgs& args) {
     wait_for_earlier_kernels();
     const Turn turn = turn_of<Shape::part>(args.call);
     const bool done = combine_network_rows<Shape>(args, turn);
-    close_call<Shape::part>(args.call, turn, done, [&] {
+    close_call<Shape::num_ranks, Shape::part>(args.call, turn, done, [&] {
         if constexpr (Shape::part != kSend) {
             auto* out = static_cast<unsigned char*>(args.out);
             for (int64 token = 0; token < args.num_tokens; ++token)

@@ -346,7 +346,7 @@ __device__ void push_eagerly(const CombineArgs& args, CombineShared<Shape>& shar
     if (lane == 0) mark(args.call, kSent);
     if constexpr (CombineRoles<Shape>::kArrives) return;
     __syncthreads();
-    if (threadIdx.x < Shape::num_ranks && !turn.leaves_out(threadIdx.x))
+    if (threadIdx.x < Shape::num_ranks && !turn.leaves_out<Shape::num_ranks>(threadIdx.x))
         chunk_signals<Shape>(args, shared, threadIdx.x).raise(blockIdx.x, turn.epoch);
 }
 

@@ -19,6 +19,17 @@ __device__ __forceinline__ Term term_of(const CombineArgs& args, const CombineSh
             expert_of<Shape::num_experts>(args.topk_ids, args.ids_are_int64, token * Shape::top_k + lane);
         if (expert < 0) return term;
         term.rank = expert / (Shape::num_experts / Shape::num_ranks);
+    } else if constexpr (Shape::num_ranks > 32) {
+        // More ranks than lanes, but a token has no more rows than experts: lane i has the i-th.
+        int found = 0;
+        for (int first = 0; first < Shape::num_ranks; first += 32) {
+            const int rank = first + lane;
+            const bool has_row = rank < Shape::num_ranks && shared.own[rank] != kNoRows &&
+                                 args.slots[token * Shape::num_ranks + rank] >= 0;
+            for (uint32 rest = __ballot_sync(~0u, has_row); rest != 0; rest &= rest - 1, ++found)
+                if (found == lane) term.rank = first + __ffs(rest) - 1;
+        }
+        if (lane >= found) return term;
     } else if (lane >= Shape::num_ranks) {
         return term;
     }

@@ -13,6 +13,9 @@ STAMPED_WORD_BYTES = 8
 TURNS = 4
 """Calls that take turns in headers, and in regions that ranks write before others have opened; kTurns of
 device/sync/wait.cuh."""
+TURN_WORDS = 3
+"""int32 words of device memory that say which call is next, and who takes no part; kTurnWords of
+device/transport/call.cuh."""
 CLAIMS = 3
 """Kinds of work in one kernel that warps claim; kClaims there."""
 MOST_ARRIVALS = 8
@@ -54,7 +57,7 @@ class Call(ctypes.Structure):
         *uint64_fields("block_flags", "left_flags", "arrivals", "options_hash", "record"),
         *int32_fields("status", "region"),
         ("sequence", ctypes.c_uint32),
-        *int32_fields("rank", "num_ranks", "padding"),
+        *int32_fields("rank"),
     ]
 
 

@@ -15,8 +15,12 @@ LAYOUTS = {"token": 0, "expert": 1, "rank": 2}
 MAX_BLOCKS = 64
 """Most blocks of one dispatch or combine, each on an SM of its own. Flags are laid out for as many. kMostBlocks
 of device/transport/call.cuh."""
-MAX_RANKS = 32
-"""Most ranks of a group: a warp has a lane, and a mask a bit, for each. kMostRanks of device/transport/peer.cuh."""
+MAX_RANKS = 64
+"""Most ranks of a group: masks of ranks have a bit for each. kMostRanks of device/transport/peer.cuh."""
+MAX_RANKS_OF_NODES = 32
+"""Most ranks of a group on several nodes, of all of them together; kMostRanksOfNodes of device/transport/rail.cuh."""
+MAX_FUSED_RANKS = 32
+"""Most ranks of a MegaMoE's own kernels; kMostFusedRanks of device/roles/arrivals.cuh."""
 UNIT_BYTES = 16
 """Bytes that a lane loads or stores at once."""
 _SHORT_NAMES = {

@@ -92,7 +92,6 @@ template <class Shape>
 __device__ bool dispatch_rows(const DispatchArgs& args, Turn turn) {
     const uint32 epoch = turn.epoch;
     extern __shared__ __align__(128) unsigned char memory[];
-    static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
     static_assert(sizeof(DispatchShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
     auto& shared = *reinterpret_cast<DispatchShared<Shape>*>(memory);
     auto& route = shared.route;
@@ -157,7 +156,7 @@ __device__ bool dispatch_rows(const DispatchArgs& args, Turn turn) {
         done = send_rows<Shape>(args, shared, ToRanks<Shape>{args, shared, places, turn}, chunk, epoch, warp, lane);
         if (lane == 0) mark(args.call, kSent);
         if (!__syncthreads_and(done)) return false;
-        if (threadIdx.x < Shape::num_ranks && !turn.leaves_out(threadIdx.x))
+        if (threadIdx.x < Shape::num_ranks && !turn.leaves_out<Shape::num_ranks>(threadIdx.x))
             window_of<Shape::num_ranks>(args.call.peers)
                 .signals(threadIdx.x, args.done_flags)
                 .from(args.call.rank * Shape::max_blocks)
@@ -206,5 +205,5 @@ __device__ void dispatch(const DispatchArgs& args) {
     bool done;
     if constexpr (Shape::part == kReceive) done = receive_rows<Shape>(args, turn);
     else done = dispatch_rows<Shape>(args, turn);
-    close_call<Shape::part>(args.call, turn, done, [&] { publish_nothing<Shape>(args); });
+    close_call<Shape::num_ranks, Shape::part>(args.call, turn, done, [&] { publish_nothing<Shape>(args); });
 }

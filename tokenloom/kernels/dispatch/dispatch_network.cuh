@@ -98,7 +98,7 @@ __device__ bool receive_from_nodes(const DispatchNetworkArgs& args, NetworkShare
 template <class Shape>
 __device__ bool dispatch_network_rows(const DispatchNetworkArgs& args, Turn turn) {
     extern __shared__ __align__(128) unsigned char memory[];
-    static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
+    static_assert(Shape::num_ranks <= kMostRanksOfNodes, "a lane and a bit of a word for each rank");
     static_assert(Shape::num_ranks % Shape::node_ranks == 0, "nodes are of one size");
     static_assert(Packed<Shape>::kBytes == Shape::record_bytes && Packed<Shape>::kHeaderBytes == Shape::header_bytes,
                   "launch_network.py sizes regions by them");
@@ -124,7 +124,7 @@ __device__ void dispatch_network(const DispatchNetworkArgs& args) {
     wait_for_earlier_kernels();
     const Turn turn = turn_of<Shape::part>(args.call);
     const bool done = dispatch_network_rows<Shape>(args, turn);
-    close_call<Shape::part>(args.call, turn, done, [&] {
+    close_call<Shape::num_ranks, Shape::part>(args.call, turn, done, [&] {
         if constexpr (Shape::part != kSend) {
             publish_nothing<Shape>(args);
             publish_no_nodes<Shape>(args);

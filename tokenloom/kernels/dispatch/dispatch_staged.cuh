@@ -94,7 +94,6 @@ __device__ bool receive_staged(const DispatchArgs& args, StagedShared<Shape>& sh
 template <class Shape>
 __device__ bool dispatch_staged_rows(const DispatchArgs& args, Turn turn) {
     extern __shared__ __align__(128) unsigned char memory[];
-    static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
     static_assert(Places<Shape>::kOfRoutes, "rows that are tokens go straight to their places");
     static_assert(sizeof(StagedShared<Shape>) <= Shape::shared_bytes, "launch.py asks for what this needs");
     auto& shared = *reinterpret_cast<StagedShared<Shape>*>(memory);
@@ -112,7 +111,7 @@ __device__ void dispatch_staged(const DispatchArgs& args) {
     wait_for_earlier_kernels();
     const Turn turn = turn_of<Shape::part>(args.call);
     const bool done = dispatch_staged_rows<Shape>(args, turn);
-    close_call<Shape::part>(args.call, turn, done, [&] {
+    close_call<Shape::num_ranks, Shape::part>(args.call, turn, done, [&] {
         if constexpr (Shape::part != kSend) publish_nothing<Shape>(args);
     });
 }

@@ -177,7 +177,7 @@ __device__ void put_chunks(const DispatchNetworkArgs& args, NodesShared<Shape>& 
 template <class Shape>
 __device__ __forceinline__ void raise_done(const DispatchNetworkArgs& args, const DispatchShared<Shape>& shared,
                                            Turn neighbours, int source) {
-    if (threadIdx.x >= Shape::num_ranks || neighbours.leaves_out(threadIdx.x)) return;
+    if (threadIdx.x >= Shape::num_ranks || neighbours.leaves_out<Shape::num_ranks>(threadIdx.x)) return;
     const uint64 flags =
         flags_of<Shape::num_ranks, Shape::node_ranks>(args.done_flags, neighbours.epoch, Shape::max_blocks);
     shared.control.signals(threadIdx.x, flags).from(source * Shape::max_blocks).raise(blockIdx.x, neighbours.epoch);

@@ -33,14 +33,14 @@ struct RunningCounts {
 };
 
 template <class Shape>
-__device__ __forceinline__ uint32 ranks_of(const DispatchArgs& args, Turn turn, int32 token) {
-    uint32 ranks = 0;
+__device__ __forceinline__ RankMask<Shape::num_ranks> ranks_of(const DispatchArgs& args, Turn turn, int32 token) {
+    RankMask<Shape::num_ranks> ranks = 0;
 #pragma unroll
     for (int k = 0; k < Shape::top_k; ++k) {
         const int32 expert = expert_of<Shape>(args, static_cast<int64>(token) * Shape::top_k + k);
-        if (expert >= 0) ranks |= 1u << (expert / Shape::experts_per_rank);
+        if (expert >= 0) ranks |= RankMask<Shape::num_ranks>{1} << (expert / Shape::experts_per_rank);
     }
-    return ranks & ~turn.masked;
+    return ranks & ~turn.mask<Shape::num_ranks>();
 }
 
 // One warp: where each expert's places begin on a rank, and how many it needs.
@@ -127,7 +127,7 @@ __device__ void find_slots(const DispatchArgs& args, RouteShared<Shape>& shared,
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int32 first = chunk.begin; first < chunk.end; first += Shape::threads) {
         const int32 token = first + threadIdx.x;
-        const uint32 ranks = token < chunk.end ? ranks_of<Shape>(args, turn, token) : 0;
+        const auto ranks = token < chunk.end ? ranks_of<Shape>(args, turn, token) : 0;
         int32 in_warp[Shape::num_ranks];
 #pragma unroll
         for (int r = 0; r < Shape::num_ranks; ++r) {

@@ -28,18 +28,19 @@ struct TokenLoads {
     int32 expert;  // of lane k's route
     float weight;
     int32 place;
-    int32 slot;  // among the rows for rank `lane`
+    int32 slot, far_slot;  // among the rows for ranks `lane` and lane + 32
     RowScales<Shape> scales;
 
     __device__ __forceinline__ void begin(const DispatchArgs& args, const int32* places, int64 token, int lane) {
         const int64 index = token * Shape::top_k + lane;
-        expert = -1, weight = 0.0f, place = -1, slot = -1;
+        expert = -1, weight = 0.0f, place = -1, slot = -1, far_slot = -1;
         if (lane < Shape::top_k) {
             expert = expert_of<Shape>(args, index);
             if (args.topk_weights != nullptr) weight = args.topk_weights[index];
             if constexpr (Places<Shape>::kOfRoutes) place = places[index];
         }
         if (lane < Shape::num_ranks) slot = args.slots[token * Shape::num_ranks + lane];
+        if (lane + 32 < Shape::num_ranks) far_slot = args.slots[token * Shape::num_ranks + lane + 32];
         if constexpr (kBringsScales<Shape>) scales.load(args.scales + token * Shape::scales_per_row, lane);
     }
 };
@@ -54,9 +55,14 @@ template <class Shape>
 __device__ __forceinline__ TokenRoutes routes_of(const DispatchArgs& args, const RouteShared<Shape>& route,
                                                  const TokenLoads<Shape>& loads, Turn turn, int lane) {
     TokenRoutes routes{loads.expert, -1, 0, -1, loads.weight, 0, false};
-    if (routes.expert >= 0 && turn.leaves_out(routes.expert / Shape::experts_per_rank)) routes.expert = -1;
+    if (routes.expert >= 0 && turn.leaves_out<Shape::num_ranks>(routes.expert / Shape::experts_per_rank))
+        routes.expert = -1;
     if (routes.expert >= 0) routes.rank = routes.expert / Shape::experts_per_rank;
-    const int32 slot = __shfl_sync(~0u, loads.slot, max(routes.rank, 0));
+    int32 slot = __shfl_sync(~0u, loads.slot, max(routes.rank, 0));
+    if constexpr (Shape::num_ranks > 32) {
+        const int32 far_slot = __shfl_sync(~0u, loads.far_slot, max(routes.rank - 32, 0));
+        if (routes.rank >= 32) slot = far_slot;
+    }
     if (routes.rank >= 0) {
         routes.row = route.row_base[routes.rank] + slot;
         routes.place = Places<Shape>::kOfRoutes ? loads.place : routes.row;

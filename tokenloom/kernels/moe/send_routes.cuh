@@ -108,7 +108,7 @@ __device__ void order_routes(const SendRoutesArgs& args, SendRoutesShared<Shape>
     const int32 routes = (chunk.end - chunk.begin) * Shape::top_k;
     for (int32 i = threadIdx.x; i < routes; i += Shape::threads) {
         const int32 expert = expert_of<Shape>(args, first + i);
-        if (expert < 0 || turn.leaves_out(expert / Shape::experts_per_rank)) continue;
+        if (expert < 0 || turn.leaves_out<Shape::num_ranks>(expert / Shape::experts_per_rank)) continue;
         const int32 number = atomicAdd(&shared.next[expert], 1);
         const int32 result = (chunk.begin + i / Shape::top_k) * kTerms + i % Shape::top_k;
         args.order[first + number] = {shared.place[expert] + number, expert, result, args.topk_weights[first + i]};
@@ -120,7 +120,7 @@ template <class Shape>
 __device__ bool send_all_routes(const SendRoutesArgs& args, Turn turn) {
     extern __shared__ __align__(128) unsigned char memory[];
     using Shared = SendRoutesShared<Shape>;
-    static_assert(Shape::num_ranks <= kMostRanks, "a lane and a bit of every mask for each rank");
+    static_assert(Shape::num_ranks <= kMostFusedRanks, "a bit of a word for each rank");
     static_assert(Shape::shared_experts < 32, "a lane for each");
     static_assert(sizeof(Shared) <= Shape::shared_bytes, "launch.py asks for what this needs");
     auto& shared = *reinterpret_cast<Shared*>(memory);
@@ -172,7 +172,7 @@ __device__ void send_routes(const SendRoutesArgs& args) {
     const Turn turn = turn_of(args.call);
     const bool done = send_all_routes<Shape>(args, turn);
     wait_for_earlier_kernels();  // in any case: whoever waits for this kernel waits for those before it
-    close_call(args.call, turn, done, [&] {  // GEMM1 waits for bounds, unless it has some
+    close_call<Shape::num_ranks>(args.call, turn, done, [&] {  // GEMM1 waits for bounds, unless it has some
         const int lane = threadIdx.x;
         if (load_acquire_gpu(args.begun) == turn.epoch) return;
         for (int e = lane; e <= Shape::experts_per_rank + Shape::shared_experts; e += 32) args.offsets[e] = 0;

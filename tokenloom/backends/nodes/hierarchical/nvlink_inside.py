@@ -46,8 +46,7 @@ from tokenloom.backends.peers.handle import PeerHandle
 from tokenloom.backends.registration import Availability, Request
 from tokenloom.backends.seam import CombineKind, CombineOptions, DispatchKind, DispatchOptions, Tokens, Wait
 from tokenloom.errors import CommunicatorBroken, PeerTimeout
-from tokenloom.kernels.common import MAX_RANKS
-from tokenloom.plan import FP8_BLOCK, Plan, align_up
+from tokenloom.plan import FP8_BLOCK, MAX_TOP_K, Plan, align_up
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.runtime.topology import Topology
@@ -280,8 +279,8 @@ def make_inside(request: Request, ranks: RankGroup) -> InsideNode:
 def why_not(request: Request, ranks: RankGroup) -> str:
     """Why kernels cannot carry rows inside every node, "" if they can: the same on all ranks. Collective."""
     assert request.plan is not None
-    if ranks.topology.ranks_per_node > MAX_RANKS:  # for which there are no plans either
-        return f"nvlink serves at most {MAX_RANKS} ranks, nodes have {ranks.topology.ranks_per_node}"
+    if ranks.topology.ranks_per_node > MAX_TOP_K:  # ranks stand for experts of a token
+        return f"nvlink serves at most {MAX_TOP_K} ranks, nodes have {ranks.topology.ranks_per_node}"
     inner = inner_plans(request.plan, ranks.topology.ranks_per_node)[2]
     wanted = replace(request, plan=inner, dtype=None, num_sms=request.fixed_sms)
     found = agree(ranks, lambda: ({}, peers.REGISTRATION.probe(wanted)), "looking for kernels inside nodes")
