@@ -174,7 +174,7 @@ ARRIVING: dict[MakeLayout, tuple[str, str]] = {
     sums_in_turns_layout: ("combine_recv", "combine_recv"),
     routes_in_turns_layout: ("combine_recv", "combine_recv"),
 }
-"""Buffers in which rows are awaited word by word, in the latter two by eager calls; and the first and the last part that
+"""Buffers in which rows are awaited word by word, in the latter two by eager calls: the first and the last part that
 they come to."""
 
 
