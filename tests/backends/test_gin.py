@@ -159,6 +159,7 @@ def test_most_tokens_of_some_memory(carrier: str) -> None:
 # -- what callers may give ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @on_ranks("emulated_four")
 @each_way
 def test_quantised_rows_to_tensors_of_the_caller(context: RankContext, way: str) -> None:
@@ -194,7 +195,7 @@ def test_quantised_rows_to_tensors_of_the_caller(context: RankContext, way: str)
 
 @on_ranks("emulated_four")
 @each_way
-@pytest.mark.parametrize("layout", ["token", "rank", "expert", "slots"])
+@pytest.mark.parametrize("layout", mostly_slow(["token", "rank", "expert", "slots"], ["expert"]))
 def test_one_scale_for_each_row(context: RankContext, way: str, layout: str) -> None:
     """Made on the way or given, it crosses nodes beside its row."""
     case = replace(CASE, dtype=FP32, hidden=1280, tokens=(7, 4), to_quantise=True, recipe="row")
