@@ -69,7 +69,7 @@ def test_kernels_between_nodes_take_a_fixed_number(
     """Theirs is refused where fewer SMs may be used, also if the user has given none."""
     monkeypatch.setattr(backend, "usable_sms", lambda index: 8)
     for module in (gin, padded):
-        monkeypatch.setattr(module, "why_no_kernels", lambda request: None)
+        monkeypatch.setattr(module, "why_no_kernels", lambda request, most_ranks: None)
     name = probe.__module__.rsplit(".", 1)[-1]
     request = Request("nccl", torch.device("cuda", 0), name=name, between_nodes="gin")
     with pytest.raises(tl.InvalidArgument, match="num_sms is 16, more than the 8 SMs of cuda:0"):

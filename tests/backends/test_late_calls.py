@@ -16,6 +16,7 @@ from tokenloom.backends.peers import opening
 from tokenloom.backends.peers.backend import NvlinkBackend
 from tokenloom.backends.peers.late_ranks import LateRanks
 from tokenloom.errors import InvalidArgument, PeerTimeout
+from tokenloom.kernels.common import TURN_WORDS
 
 RESULT = "what the call gives"
 EXPIRED = PeerTimeout(1, [0], "the opening of a call", 7, "the test")
@@ -462,7 +463,7 @@ def test_numbers_in_kept_memory(epochs: tuple[int, int], last: int, monkeypatch:
     happened: list[object] = []
     outcomes = SimpleNamespace(begin_anew=lambda: happened.append("anew"), known_losses=0)
     launcher: Any = SimpleNamespace(
-        _state=torch.tensor([3, 4, 5, 6, 7], dtype=torch.int32, device="cpu"),
+        _state=torch.tensor([3, 4, 4, 5, 6, 7], dtype=torch.int32, device="cpu"),
         outcomes=outcomes,
         num_calls=1,
         leave_out=happened.append,
@@ -470,6 +471,6 @@ def test_numbers_in_kept_memory(epochs: tuple[int, int], last: int, monkeypatch:
     )
     opening.Launcher.resume(launcher, 9, epochs, 2, [0])
     assert launcher._state[0].item() % (1 << 32) == last
-    assert launcher._state[2:].tolist() == [0, 0, 0]
+    assert launcher._state[TURN_WORDS:].tolist() == [0, 0, 0]
     assert (outcomes.known_losses, launcher.num_calls) == (2, 9)
     assert happened == ["anew", [0]]

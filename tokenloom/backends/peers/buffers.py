@@ -539,10 +539,11 @@ class Buffers(DispatchCount):
 
     def set_arrivals_back(self) -> None:
         """Make all rows absent that say by themselves that they are here, while no rank sends any."""
-        for (layout, _), buffer in self._buffers.items():
-            if self._arrives(layout):
-                for turn in range(TURNS):
-                    buffer.bytes(*arriving_part(buffer.layout, ARRIVING[layout], turn)).fill_(ABSENT_BYTE)
+        with torch.inference_mode():  # calls in that mode may have made the memory
+            for (layout, _), buffer in self._buffers.items():
+                if self._arrives(layout):
+                    for turn in range(TURNS):
+                        buffer.bytes(*arriving_part(buffer.layout, ARRIVING[layout], turn)).fill_(ABSENT_BYTE)
 
     def _arrives(self, layout: MakeLayout) -> bool:
         return layout is staged_layout or (layout in ARRIVING and self._is_eager)
