@@ -174,8 +174,8 @@ ARRIVING: dict[MakeLayout, tuple[str, str]] = {
     sums_in_turns_layout: ("combine_recv", "combine_recv"),
     routes_in_turns_layout: ("combine_recv", "combine_recv"),
 }
-"""Buffers in which rows are awaited word by word, in the latter two by eager calls: the first and the last part that
-they come to."""
+"""Buffers that rows may come to word by word, as staged dispatches send them, and eager combines. Of each turn these are
+the parts from the first that is named to the second."""
 
 
 def arriving_part(layout: BufferLayout, names: tuple[str, str], turn: int) -> tuple[int, int]:
@@ -482,12 +482,15 @@ class Buffers(DispatchCount):
         layout, value_bytes = key
         usual = (self._data_layout, staged_layout, sums_in_turns_layout)
         together = usual if self._is_eager and not self.fused and layout in usual else (layout,)
+        if any(map(self._arrives, together)):
+            # A half that knew no such memory has told nobody that it sends no more, which a refusal would wait for.
+            self._launcher.finish_all()
         for each in together:
             if not self._has((each, value_bytes)):
-                size = each(self._plan, value_bytes, rows)
-                fill = ABSENT_BYTE if each in ARRIVING else 0
+                size, arrives = each(self._plan, value_bytes, rows), self._arrives(each)
+                fill = ABSENT_BYTE if arrives else 0
                 made = self._buffers[each, value_bytes] = SymmetricBuffer(size, self._launcher.ranks, fill)
-                if self._arrives(each):
+                if arrives:
                     (first, num_bytes), (second, _) = (arriving_part(size, ARRIVING[each], turn) for turn in range(2))
                     self._launcher.add_arrivals(made.bytes(first, num_bytes), second - first)
         return self._buffers[key]
@@ -534,7 +537,7 @@ class Buffers(DispatchCount):
 
     @property
     def have_arrivals(self) -> bool:
-        """Whether rows of eager calls come to some of them."""
+        """Whether rows come to some of them word by word."""
         return any(self._arrives(layout) for layout, _ in self._buffers)
 
     def set_arrivals_back(self) -> None:

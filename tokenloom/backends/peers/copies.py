@@ -29,11 +29,11 @@ class Copies:
     def region(self, value_bytes: int, fields: Fields) -> tuple[SymmetricBuffer, int]:
         """The buffer, and the offset of the region of it that the next call uses. Copies into it may begin at once.
 
-        Safe to overwrite. These calls have no halves. Of two regions: call n - 1 has opened on all ranks, so they have
-        finished what call n - 2 put in this one. In eager plans a sending half waits for nobody, so call n - 1 may not
-        have opened; but call n - 2 is received, so all have received call n - 4, and there are four.
+        Safe to overwrite. These calls have no halves, and those of others are received first. So call n - 1 has opened on
+        all ranks: they have finished what call n - 2 put in this region, even if there are but two.
         """
         require_no_capture()
+        self._launcher.finish_all()  # a half that sends ahead has waited for nobody
         buffer = self._buffers.gather(value_bytes, fields)
         # Raises what the launch would: then no copy is left on a stream that the next call may not follow.
         self._launcher.settle(CALLS_IN_FLIGHT)

@@ -18,6 +18,7 @@
 constexpr int kHeaderWords = 4;  // status, region, hash of the options; counts come behind them
 constexpr int kMostBlocks = 64;
 constexpr int kMostArrivals = 8;
+constexpr int kStatusWord = 0;
 constexpr int kRegionWord = 1;
 constexpr int kHashWord = 2;
 constexpr int kClaims = 3;  // kinds of work in one kernel that warps claim: rows to send, to fill or add, own ones
@@ -186,7 +187,7 @@ __device__ __forceinline__ void tell_ranks(const Call& call, Turn turn, int sour
 template <int kRanks, int kCounts, int kThreads>
 __device__ void announce_call(const Call& call, Turn turn, int32* header) {
     if (threadIdx.x < kHeaderWords)
-        header[threadIdx.x] = threadIdx.x == 0             ? call.status
+        header[threadIdx.x] = threadIdx.x == kStatusWord   ? call.status
                               : threadIdx.x == kRegionWord ? call.region
                               : threadIdx.x == kHashWord   ? static_cast<int32>(call.options_hash)
                                                            : static_cast<int32>(call.options_hash >> 32);
@@ -230,7 +231,8 @@ __device__ Opened await_call(const Call& call, Turn turn) {
                    wait_for_word(from, turn.epoch, deadline, writer_for<kRanks, kNodeRanks>(call, source), found);
         };
         here = here && wait(own, peer, value) && wait(other, first, wanted);
-        same = same && (word == kRegionWord || value.value == (word < kHashWord ? 0 : wanted.value));
+        if (word == kStatusWord) same = same && value.value == 0;
+        if (word >= kHashWord) same = same && value.value == wanted.value;
     }
     fence_acquire_sys();
     if (!__syncthreads_and(here)) return Opened::kExpired;

@@ -135,13 +135,11 @@ __device__ bool dispatch_rows(const DispatchArgs& args, Turn turn) {
         shared.data.bases[threadIdx.x] = args.peers[threadIdx.x] + counts.region(threadIdx.x) * args.region_bytes;
         if constexpr (Places<Shape>::kFixed) route.row_base[threadIdx.x] = args.call.rank * args.max_tokens;
     }
-    // Rows whose places are fixed leave before counts are here, unless the host waits for these.
-    const bool publishes_last = Places<Shape>::kFixed && args.host_counts == nullptr;
-    if (publishes_last || (Places<Shape>::kFixed && block != 0)) {
-        __syncthreads();
-    } else if (!publish<Shape>(args, route, counts)) {
-        return false;
-    }
+    // Rows whose places are fixed leave before counts are here. Where the host waits for these, block 0 publishes them first.
+    const bool hosts_wait = args.host_counts != nullptr;
+    const bool needs_counts = !Places<Shape>::kFixed || (block == 0 && hosts_wait);
+    if (needs_counts && !publish<Shape>(args, route, counts)) return false;
+    if (!needs_counts) __syncthreads();
     if (threadIdx.x == 0) mark(args.call, kHeard);
     if constexpr (!Places<Shape>::kFixed) {
         bool all_fit = true;
@@ -162,7 +160,7 @@ __device__ bool dispatch_rows(const DispatchArgs& args, Turn turn) {
                 .from(args.call.rank * Shape::max_blocks)
                 .raise(block, epoch);
         if (threadIdx.x == 0) mark(args.call, kNotified);
-        if (publishes_last && block == 0 && !publish<Shape>(args, route, counts)) return false;
+        if (!needs_counts && block == 0 && !publish<Shape>(args, route, counts)) return false;
         if (Shape::part == kWhole && block == 0) done = wait_for_sources<Shape>(args, turn, blocks);
     }
     if (threadIdx.x == 0) mark(args.call, kDone);
