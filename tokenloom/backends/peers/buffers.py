@@ -174,8 +174,8 @@ ARRIVING: dict[MakeLayout, tuple[str, str]] = {
     sums_in_turns_layout: ("combine_recv", "combine_recv"),
     routes_in_turns_layout: ("combine_recv", "combine_recv"),
 }
-"""Buffers that rows may come to word by word, as staged dispatches send them, and eager combines. Of each turn these are
-the parts from the first that is named to the second."""
+"""Buffers that rows may come to word by word, as staged dispatches send them, and eager combines. Of each turn these
+are the parts from the first that is named to the second."""
 
 
 def arriving_part(layout: BufferLayout, names: tuple[str, str], turn: int) -> tuple[int, int]:

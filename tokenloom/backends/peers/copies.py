@@ -29,8 +29,8 @@ class Copies:
     def region(self, value_bytes: int, fields: Fields) -> tuple[SymmetricBuffer, int]:
         """The buffer, and the offset of the region of it that the next call uses. Copies into it may begin at once.
 
-        Safe to overwrite. These calls have no halves, and those of others are received first. So call n - 1 has opened on
-        all ranks: they have finished what call n - 2 put in this region, even if there are but two.
+        Safe to overwrite. These calls have no halves, and those of others are received first. So call n - 1 has opened
+        on all ranks: they have finished what call n - 2 put in this region, even if there are but two.
         """
         require_no_capture()
         self._launcher.finish_all()  # a half that sends ahead has waited for nobody
