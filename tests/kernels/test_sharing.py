@@ -6,7 +6,7 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.cases import BF16
@@ -23,6 +23,7 @@ times = st.floats(1e-3, 1e6)
 machines = st.builds(Rates, **{name: st.floats(rate / 4, rate * 4) for name, rate in asdict(H200).items()})
 
 
+@example(8, 5.0, 1000.0, 1.0)  # the others would be late
 @given(st.integers(1, 64), times, st.just(0.0) | times, times)
 def test_nobody_is_late(blocks: int, sending: float, other: float, links: float) -> None:
     """Senders are not later than the links, or than all work shared evenly; with one less they would be. All send
