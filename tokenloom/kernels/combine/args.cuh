@@ -60,7 +60,7 @@ struct CombineRoles {
         return !kSends ? 0 : kSums && (kChunks || kArrives) ? args.push_blocks : gridDim.x;
     }
 
-    // Blocks from here on sum first of all. A block by itself does both.
+    // Blocks from here on sum without having pushed. Where rows arrive and all blocks push, all of them sum behind it.
     static __device__ __forceinline__ int32 first_sum_block(const CombineArgs& args) {
         const int32 push = push_blocks(args);
         return kArrives && push == gridDim.x ? 0 : push;

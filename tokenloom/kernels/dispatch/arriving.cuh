@@ -4,7 +4,8 @@
 #include "kernels/dispatch/send.cuh"
 #include "kernels/dispatch/spread.cuh"
 
-// The first so many blocks send, and the others spread. A block by itself does both; so do those of halves, in two kernels.
+// The first so many blocks send, and the others spread. If all send, they spread behind it; so do those of halves, in two
+// kernels.
 template <class Shape>
 struct StagedRoles {
     static constexpr int kWarps = Shape::threads / 32;
