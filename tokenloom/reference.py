@@ -27,6 +27,7 @@ __all__ = [
     "moe",
     "place",
     "quantize_fp8",
+    "split",
     "sum_slots",
 ]
 
@@ -101,6 +102,76 @@ def place(
                         index += 1
         placed.append(slot_ids)
     return replace(plan, num_experts=plan.num_ranks * slots_per_rank), placed
+
+
+def split(
+    plan: Plan,
+    slot_ids: Sequence[torch.Tensor],
+    table: Sequence[Sequence[int]],
+    masked: Collection[int] = (),
+    *,
+    rows_per_pull: int = 0,
+    always: bool = False,
+) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """Let other ranks compute routes of overloaded ones, as ``balance="batch"`` does, route by route.
+
+    A rank is overloaded if it has more routes than the mean, rounded up. The fullest rank, whichever it is by then,
+    fills the emptiest one, which gets nothing more after that. It gives the last route first, of the slot that is
+    fullest, and of the next one where that is empty. The other rank takes an empty slot for an expert that it lacks,
+    and no more routes where it has none left. It gets no more routes than overloaded ranks have too many.
+
+    Args:
+        plan: sizes, and slot_ids: slots of all routes, as ``place`` returns them.
+        table: for each rank, the expert in each of its slots, -1 for an empty one.
+        masked: ranks that take no part.
+        rows_per_pull: the split counts for nothing unless the fullest rank loses so many routes for each expert that a
+            rank pulls.
+        always: it counts in any case.
+
+    Returns:
+        Slots [T, K] of each rank, and the table of the batch.
+    """
+    per_rank, ranks = len(table[0]), range(plan.num_ranks)
+    routes: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.num_ranks * per_rank)]
+    for source, ids in enumerate(slot_ids):
+        for token, slots in enumerate(ids.tolist()):
+            for k, slot in enumerate(slots):
+                if slot >= 0:
+                    routes[slot].append((source, token, k))
+
+    def load(rank: int) -> int:
+        return sum(len(each) for each in routes[rank * per_rank : (rank + 1) * per_rank])
+
+    loads = [load(rank) for rank in ranks]
+    mean = math.ceil(sum(loads) / (plan.num_ranks - len(masked)))
+    helpers = {rank for rank in ranks if rank not in masked}
+    batch = [list(experts) for experts in table]
+    pulled = [0] * plan.num_ranks
+    while helpers:
+        surplus = sum(max(0, load(rank) - mean) for rank in ranks)
+        giver, helper = max(ranks, key=load), min(sorted(helpers), key=load)
+        helpers.remove(helper)
+        wanted = min(mean - load(helper), surplus)
+        while wanted > 0:
+            slot = max(range(giver * per_rank, (giver + 1) * per_rank), key=lambda slot: len(routes[slot]))
+            expert = table[giver][slot % per_rank]
+            if expert not in batch[helper]:
+                if -1 not in batch[helper]:
+                    break
+                batch[helper][batch[helper].index(-1)] = expert
+                pulled[helper] += 1
+            target = routes[helper * per_rank + batch[helper].index(expert)]
+            while wanted > 0 and routes[slot]:
+                target.append(routes[slot].pop())
+                wanted -= 1
+    gain = max(loads) - max(load(rank) for rank in ranks)
+    if not (always or gain >= max(1, rows_per_pull * max(pulled))):
+        return list(slot_ids), [list(experts) for experts in table]
+    placed = [torch.full_like(ids, -1) for ids in slot_ids]
+    for slot, its in enumerate(routes):
+        for source, token, k in its:
+            placed[source][token, k] = slot
+    return placed, batch
 
 
 def sum_slots(gradients: Sequence[torch.Tensor], table: Sequence[Sequence[int]], num_experts: int) -> torch.Tensor:

@@ -126,9 +126,9 @@ def placements(draw: st.DrawFn) -> tl.Placement:
 
 def slots_by_torch(placement: tl.Placement, ids: torch.Tensor, rank: int, masked: set[int]) -> torch.Tensor:
     per_rank = placement.slots_per_rank
-    table = SlotTable(placement.num_experts, placement.num_ranks * per_rank, rank, CPU)
+    table = SlotTable(placement.num_experts, placement.num_ranks, per_rank, rank, CPU)
     slots = [placement.slots_of(e) for e in range(placement.num_experts)]
-    table.write([[r * per_rank + s for r, s in each if r not in masked] for each in slots])
+    table.write([[r * per_rank + s for r, s in each if r not in masked] for each in slots], masked)
     return table.slots_of_routes(ids)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tokenloom as tl
 from tests.kernels.one_gpu import DEVICE, make_kernel, needs_one_gpu, run
 from tests.support.placements import drawn_placement
 from tokenloom import reference
@@ -35,11 +36,10 @@ def make(case: Case, masked: tuple[int, ...]) -> tuple[SlotTable, int, torch.Ten
     num_ranks, local, tokens, top_k, unused, dtype = case
     plan = Plan(num_ranks, num_ranks * local, 8, top_k, max(1, tokens))
     placement, rank = drawn_placement(plan, 2), num_ranks - 1
-    table = SlotTable(plan.num_experts, num_ranks * (local + 2), rank, torch.device("cpu"))
+    table = SlotTable(plan.num_experts, num_ranks, local + 2, rank, torch.device("cpu"))
     per_rank = placement.slots_per_rank
-    table.write(
-        [[r * per_rank + s for r, s in placement.slots_of(e) if r not in masked] for e in range(plan.num_experts)]
-    )
+    slots = [[r * per_rank + s for r, s in placement.slots_of(e) if r not in masked] for e in range(plan.num_experts)]
+    table.write(slots, masked)
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.randint(0, plan.num_experts, (tokens, top_k), generator=generator)
     ids[torch.rand(ids.shape, generator=generator) < 0.5] = plan.num_experts - 1
@@ -67,6 +67,30 @@ def test_ids_of_no_expert(dtype: torch.dtype) -> None:
     table, *_ = make((2, 2, 0, 2, 0.0, dtype), ())
     ids = torch.tensor([[4, -2], [2**31 - 1, -(2**31)]], dtype=dtype)
     assert table.slots_of_routes(ids).tolist() == [[-1, -1], [-1, -1]]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_by_a_split(seed: int) -> None:
+    """Each source finds the slots of its own routes, from counts that all know."""
+    plan = Plan(4, 8, 8, 3, 40)
+    masked = (2,) if seed % 3 == 2 else ()
+    placement = drawn_placement(plan, 2, seed) if seed % 2 else tl.Placement.default(8, 4, 4)
+    rows = placement.to_tensor().tolist()
+    generator = torch.Generator().manual_seed(seed)
+    ids = []
+    for rank in range(4):
+        tokens = 0 if rank in masked else int(torch.randint(0, 40, (), generator=generator))
+        drawn = torch.randint(-1, 8, (tokens, 3), generator=generator)
+        ids.append(torch.where(torch.rand(drawn.shape, generator=generator) < 0.4, 7, drawn))
+    slots, by_slot = reference.place(plan, ids, rows, masked)
+    want, batch = reference.split(slots, by_slot, rows, masked)
+    counts = torch.stack([torch.bincount(each[each >= 0], minlength=8) for each in ids])
+    for rank in range(4):
+        table = SlotTable(8, 4, placement.slots_per_rank, rank, torch.device("cpu"))
+        table.write(placement.slot_ids(without=masked), masked)
+        split = table.split(counts, 0, False)
+        assert torch.equal(table.slots_of_routes(ids[rank], None, split), want[rank].to(INT32))
+        assert split.slot_experts.tolist() == [-1 if r in masked else e for r, its in enumerate(batch) for e in its]
 
 
 class TestKernel:

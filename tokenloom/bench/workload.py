@@ -108,10 +108,10 @@ def placed(plan: Plan, topk_ids: Sequence[torch.Tensor], placement: Placement | 
     """
     if placement is None:
         return Routing(None, plan, topk_ids)
-    slots, slot_ids = placement.slot_ids(), []
+    slot_ids = []
     for rank, ids in enumerate(topk_ids):
-        table = SlotTable(plan.num_experts, sum(map(len, slots)), rank, torch.device("cpu"))
-        table.write(slots)
+        table = SlotTable(plan.num_experts, plan.num_ranks, placement.slots_per_rank, rank, torch.device("cpu"))
+        table.write(placement.slot_ids())
         slot_ids.append(table.slots_of_routes(ids.contiguous()).long())
     return Routing(placement, plan_of_slots(plan, placement), slot_ids)
 

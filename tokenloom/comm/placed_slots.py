@@ -24,8 +24,7 @@ class PlacedSlots:
 
     def __init__(self, placement: Placement, rank: int, device: torch.device, masked: frozenset[int]) -> None:
         self._rank, self._masked = rank, masked
-        num_slots = placement.num_ranks * placement.slots_per_rank
-        self._table = SlotTable(placement.num_experts, num_slots, rank, device)
+        self._table = SlotTable(placement.num_experts, placement.num_ranks, placement.slots_per_rank, rank, device)
         # In memory that stays where it is, and in a tensor of its own for each placement.
         self._experts_of_replays = torch.empty(placement.slots_per_rank, dtype=torch.int32, device=device)
         self.place(placement)
@@ -52,7 +51,7 @@ class PlacedSlots:
         return self._experts_of_replays if captured else self._experts
 
     def _write(self) -> None:
-        self._table.write(self.placement.slot_ids(without=self._masked))
+        self._table.write(self.placement.slot_ids(without=self._masked), self._masked)
 
     def placed(self, tokens: Tokens, stream: int | None) -> Tokens:
         """Return the same tokens with slots for ids, which are found on the current stream."""
