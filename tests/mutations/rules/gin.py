@@ -137,8 +137,9 @@ MUTATIONS = (
       BACK_TO_BACK, num_ranks=4),
     M("one-region-to-put-from", "puts of all dispatches come from the same region", PUT_CHUNKS,
       "rail.region(rail.put_from, part, node)", "rail.region(rail.put_from, 0, node)", BACK_TO_BACK, num_ranks=4),
-    M("flags-ahead-of-forwarded-rows", "flags of a source are raised ahead of its rows", FORWARD,
-      "int32* slots =", "raise_done<Shape>(args, shared, neighbours, source); int32* slots =", BACK_TO_BACK,
+    # In memory that earlier calls have filled: what lies in fresh memory may end the process.
+    M("flags-ahead-of-forwarded-rows", "flags of a source are raised ahead of its rows", FORWARD, "int32* slots =",
+      "if (turn.epoch > kTurns) raise_done<Shape>(args, shared, neighbours, source); int32* slots =", SPEEDS,
       num_ranks=4),
     M("forwarders-wait-for-nobody", "a combine sends the sums of a node without its neighbours' partial sums",
       SEND_SUMS, "if (!wait_for_blocks<Shape::num_ranks, Shape::threads>(args.call, flags, args.max_chunks, "
