@@ -88,6 +88,10 @@ class Plan:
             return tokens
         return padded(tokens * self.top_k, self.experts_per_rank, alignment)
 
+    def even_rows(self, alignment: int = 1) -> int:
+        """Return the rows of layout "expert" that a rank needs if no rank has more routes than the mean."""
+        return padded(self.max_tokens_per_rank * self.top_k, self.experts_per_rank, alignment)
+
 
 def padded(routes: int, groups: int, alignment: int) -> int:
     """Return the most rows that ``routes`` rows take in ``groups`` groups that are padded to ``alignment`` rows."""

@@ -107,7 +107,9 @@ def test_by_default(context: RankContext, backend: str) -> None:
 # -- the same bits as without replicas --------------------------------------------------------------------------
 
 
-def trained(context: RankContext, comm: tl.Communicator, problem: Problem, layout: str) -> list[torch.Tensor]:
+def trained(
+    context: RankContext, comm: tl.Communicator, problem: Problem, layout: str, mode: Any = "per_route"
+) -> list[torch.Tensor]:
     """A trip whose experts' rows do not depend on each other: the result, and the gradients of x and of weights."""
     x, ids, weights = problem.arguments(context)
     assert isinstance(x, torch.Tensor)
@@ -122,7 +124,7 @@ def trained(context: RankContext, comm: tl.Communicator, problem: Problem, layou
     else:
         factors = torch.repeat_interleave(routed.slot_experts, routed.expert_counts, output_size=len(routed.tokens))
         factors = factors[:, None] + 1.5
-    out = comm.combine((routed.tokens * factors).tanh(), routed, mode="per_route")
+    out = comm.combine((routed.tokens * factors).tanh(), routed, mode=mode)
     (out * torch.linspace(-1, 3, out.numel(), device=out.device).view(out.shape).exp()).sum().backward()
     assert x.grad is not None
     assert weights.grad is not None

@@ -36,3 +36,19 @@ def placed(problem: Problem, placement: tl.Placement, masked: Collection[int] = 
     plan, ids = reference.place(problem.plan, problem.topk_ids, placement.to_tensor().tolist(), masked)
     kept = [each.to(given.dtype) for each, given in zip(ids, problem.topk_ids, strict=True)]
     return replace(problem, plan=plan, topk_ids=kept)
+
+
+def balanced(
+    problem: Problem,
+    placement: tl.Placement,
+    masked: Collection[int] = (),
+    *,
+    rows_per_pull: int = 0,
+    always: bool = False,
+) -> tuple[Problem, list[list[int]]]:
+    """The same with the batch split over all slots, and the table of the batch."""
+    by_slot, table = placed(problem, placement, masked), placement.to_tensor().tolist()
+    ids, batch = reference.split(
+        by_slot.plan, by_slot.topk_ids, table, masked, rows_per_pull=rows_per_pull, always=always
+    )
+    return replace(by_slot, topk_ids=ids), batch

@@ -124,7 +124,7 @@ class CollectiveBackend:
     """
 
     name = "collective"
-    capabilities = Capabilities()
+    capabilities = Capabilities(gathers_counts=True)
 
     def __init__(self, plan: Plan, ranks: RankGroup, exchange: Exchange | None = None) -> None:
         self._plan = plan
@@ -145,6 +145,11 @@ class CollectiveBackend:
     def ready_stream(self, waits: bool = False) -> int | None:
         self.check("nothing")
         return None
+
+    def gather_counts(self, kind: DispatchKind, counts: torch.Tensor) -> tuple[torch.Tensor, frozenset[int]]:
+        fields = {**dispatch_fields(self._ranks.step, kind), "counts of experts": len(counts)}
+        table, absent = handshake(self._ranks, fields, counts, len(counts), None)
+        return torch.from_numpy(table).to(counts.device), absent
 
     def send_dispatch(
         self, kind: DispatchKind, tokens: Tokens, out: DispatchOut | None

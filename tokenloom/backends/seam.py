@@ -48,6 +48,7 @@ class Capabilities:
         weights_apart: weights can travel apart from rows, by calls of their own.
         own_transport: calls go without collectives of the process group, which could not end without a rank.
         has_rates: calls choose their SMs by rates of the machine, which ``tokenloom tune`` measures.
+        gathers_counts: the backend has ``gather_counts``, by which batches are balanced.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -67,6 +68,7 @@ class Capabilities:
     weights_apart: bool = True
     own_transport: bool = False
     has_rates: bool = False
+    gathers_counts: bool = False
 
     @property
     def peer_memory(self) -> bool:
@@ -511,6 +513,20 @@ class Backend(Protocol):
 
     def prepare_dispatch(self, kind: DispatchKind) -> PreparedDispatch:
         """Check that this backend can make such dispatches, and prepare them. Collective where it makes memory."""
+
+    def gather_counts(self, kind: DispatchKind, counts: torch.Tensor) -> tuple[torch.Tensor, frozenset[int]]:
+        """Begin a dispatch of ``kind`` by counts of all ranks, from which they derive where its rows go.
+
+        Args:
+            counts: int64 [n] on the device.
+
+        Returns:
+            (integers [W, n] on the device, ranks that take no part, whose counts are 0). All ranks that do get the
+            same.
+
+        Raises:
+            PeerError, PlanMismatch, PeerTimeout: what the dispatch would raise.
+        """
 
     def prepare_combine(self, kind: CombineKind, number: int) -> PreparedCombine:
         """Prepare combines, as :meth:`prepare_dispatch` does dispatches.

@@ -79,14 +79,19 @@ class Kinds:
 
     Attributes:
         combines: known combines, by what :meth:`CombineCall.find` looks up.
-        default_mode: order of the sums of a combine that names none.
+        default_mode: order of the sums of a combine that names none; None: see :meth:`mode_of`.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.combines: dict[object, KnownCombine] = {}
-        self.default_mode = default_mode(engine.capabilities)
+        self._sums_of_ranks = default_mode(engine.capabilities)
+        self.default_mode = self._sums_of_ranks if engine.balance is None else None
         self._dispatches: dict[object, KnownDispatch] = {}
+
+    def mode_of(self, routed: object) -> str:
+        """The order of the sums of a combine that names none, where batches are split: one that does not show it."""
+        return "per_route" if getattr(routed, "layout", None) in ROUTE_LAYOUTS else self._sums_of_ranks
 
     def find_dispatch(
         self,
@@ -141,7 +146,7 @@ class Kinds:
         """
         engine = self.engine
         plan, able, device = engine.plan, engine.capabilities, engine.ranks.device
-        options = checks.dispatch_options(plan, able, DispatchArguments(*arguments))
+        options = checks.dispatch_options(plan, able, DispatchArguments(*arguments), engine.balance is not None)
         tokens, words = checks.dispatch_tokens(engine.caller_plan, able, device, options, x, topk_ids, weights)
         x, scales, topk_ids, weights = tokens
         weights_dtype = None if weights is None else weights.dtype
@@ -302,6 +307,7 @@ class DispatchCall(CallInHalves):
     _known: KnownDispatch
     _tokens: Tokens | None
     _in_graph: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    _slot_experts: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -326,7 +332,9 @@ class DispatchCall(CallInHalves):
         dtype = getattr(x[0] if isinstance(x, (tuple, list)) and x else x, "dtype", None)
         options = None
         with suppress(Exception):
-            options = checks.dispatch_options(engine.plan, engine.capabilities, DispatchArguments(*self._arguments))
+            options = checks.dispatch_options(
+                engine.plan, engine.capabilities, DispatchArguments(*self._arguments), engine.balance is not None
+            )
         if options is None or dtype not in (*engine.capabilities.dtypes, torch.float8_e4m3fn):
             return Upcoming(self.name, awaited=waits, split=self.split)
         return Upcoming(self.name, options, 1 if options.to_fp8 else dtype.itemsize, waits, self.split)
@@ -379,6 +387,9 @@ class DispatchCall(CallInHalves):
                 x, weights = autograd.ticket(x), None if weights is None else autograd.ticket(weights)
             self._in_graph = x, weights
         self._stream = stream
+        if engine.slots is not None:
+            batch = engine.place_batch(kind, tokens.topk_ids, stream)
+            tokens, self._slot_experts = tokens._replace(topk_ids=batch.slot_ids), batch.slot_experts
         self._sent = engine.opened(known.prepared.send(tokens, self._out, stream))
 
     def receive(self) -> Routed:
@@ -391,8 +402,8 @@ class DispatchCall(CallInHalves):
         routed = Routed(self._known.alike, self.owner, handle, rows, weights, self._out)
         if order is not None:
             routed.__dict__["_gradient_order"] = order
-        if self.engine.slots is not None:
-            routed.keep_slot_experts(self.engine.slots.local_experts())
+        if self._slot_experts is not None:
+            routed.keep_slot_experts(self._slot_experts)
         if self._stream is None and rows.is_cuda and torch.cuda.is_current_stream_capturing():
             _ = routed.topk_ids  # int64 ids converted later would be outside of the graph and never change
         return routed
@@ -660,7 +671,7 @@ class ValuesHomeCall(UserCall):
         top_k = engine.plan.top_k
         width = align_up(top_k, WIDTH_UNIT)
         rows = functional.pad(values.view(-1, top_k), (0, width - top_k)) if width > top_k else values
-        strategy, fp32 = STRATEGY_OF_MODE[self.kinds.default_mode], torch.float32
+        strategy, fp32 = STRATEGY_OF_MODE[self.kinds.mode_of(None)], torch.float32
         options = CombineOptions(False, fp32, fp32, False, strategy)
         kind = CombineKind(self._routed.layout, fp32, options, width=width)
         engine.require_room()

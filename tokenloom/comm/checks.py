@@ -82,11 +82,14 @@ CombineValues = tuple[Any, Any, Any, Any]
 """The values of :class:`CombineArguments`."""
 
 
-def dispatch_options(plan: Plan, able: Capabilities, arguments: DispatchArguments) -> DispatchOptions:
+def dispatch_options(
+    plan: Plan, able: Capabilities, arguments: DispatchArguments, is_balanced: bool = False
+) -> DispatchOptions:
     """The options of a dispatch, with the default sizes and the default capacity filled in.
 
     Args:
         able: what the communicator's backend can do.
+        is_balanced: batches are split, so that ranks get even parts of them.
     """
     layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout, recipe = arguments
     if layout not in able.layouts:
@@ -117,7 +120,9 @@ def dispatch_options(plan: Plan, able: Capabilities, arguments: DispatchArgument
             raise InvalidArgument("layout 'rank' has num_ranks * max_tokens_per_rank fixed places; leave capacity out")
     elif sizes == "bounded" and capacity is None:
         worst = plan.worst_case_rows(layout, alignment)
-        if layout == "expert":
+        if layout == "expert" and is_balanced:
+            worst = plan.even_rows(alignment)
+        elif layout == "expert":
             raise InvalidArgument(
                 f"sizes='bounded' with layout 'expert' needs capacity=, the rows of the output (worst case: {worst})"
             )

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tokenloom.backends import registry
 from tokenloom.backends.seam import DispatchOut
 from tokenloom.comm import autograd, checks
+from tokenloom.comm.balance import Balance, BalanceStats, check_balance
 from tokenloom.comm.calls import CombineCall, DispatchCall, Kinds, ResendCall, ReweightCall, ValuesHomeCall
 from tokenloom.comm.engine import Engine, Pending
 from tokenloom.comm.placement import Placement, placement_of, placement_terms, plan_of_slots, require_fits
@@ -83,6 +84,14 @@ class Communicator:
             the expert) mod (slots of the expert). ``set_placement`` changes it, ``Routed.slot_experts`` tells it.
         spare_slots: instead of a placement, the default one with so many empty slots more on each rank, for
             ``set_placement`` to fill.
+        balance: "batch": split each dispatch's routes anew, so that no rank has more than the mean of them, as far as
+            empty slots allow. Ranks exchange their counts first, and each works the same split out. The rows of an
+            expert that a rank lacks come to one of its empty slots, for this batch: ``Routed.slot_experts`` tells,
+            and :func:`tokenloom.pull_experts` brings the weights. ``combine`` sums per route by default then, which
+            gives the bits that no split gives. The other modes' sums depend on the split.
+        rows_per_pull: routes that a rank computes in the time in which it pulls an expert's weights. A batch is split
+            only where the fullest rank gets rid of so many for each pulled expert. But layout "expert" with a capacity
+            is always split.
         rejoin: come back to the ranks of the group, which have masked this one and have their communicator still. It
             waits until they call ``unmask_ranks``, ``open_timeout_s`` long.
 
@@ -121,6 +130,8 @@ class Communicator:
         ranks_per_node: int | None = None,
         placement: Placement | None = None,
         spare_slots: int = 0,
+        balance: Literal["batch"] | None = None,
+        rows_per_pull: int = 0,
         rejoin: bool = False,
     ) -> None:
         fault: Exception | None = None
@@ -148,11 +159,13 @@ class Communicator:
                     require_fits(first, plan)
                     require_room(ranks.device, num_experts)
                 plan = plan_of_slots(plan, first)
+                check_balance(balance, rows_per_pull, first)
                 options = (backend, plan, dtype, num_sms, checked, transport, ranks_per_node)
                 return registry.Request(ranks.transport, ranks.device, *options)
 
             def terms_of(request: registry.Request) -> dict[str, Any]:
                 alike = request.must_agree() | {"num_experts": num_experts, "on_timeout": on_timeout}
+                alike |= {"balance": balance, "rows_per_pull": rows_per_pull}
                 return alike | placement_terms(placed())
 
             def prepare() -> tuple[dict[str, Any], tuple[list[registry.Availability], topology.Place]]:
@@ -203,10 +216,17 @@ class Communicator:
                     except InvalidArgument:
                         self._choice.backend.close()
                         raise
+            if balance is not None and not self._choice.backend.capabilities.gathers_counts:
+                self._choice.backend.close()
+                raise InvalidArgument(
+                    f"balance='batch' on backend {self._choice.backend.name!r}, which gathers no counts yet; use "
+                    "backend='collective', or leave balance out"
+                )
         if ranks.own_transport:
             ranks.turn = Turn()
         self._ranks = ranks
-        self.engine = Engine(self.plan, ranks, self._choice.backend, placed())
+        balanced = None if balance is None else Balance(rows_per_pull, ranks.device)
+        self.engine = Engine(self.plan, ranks, self._choice.backend, placed(), balanced)
         self.kinds = Kinds(self.engine)
 
     @breaks_graph
@@ -245,7 +265,8 @@ class Communicator:
                 rows and counts stay on the device; rows beyond ``num_rows`` are unspecified. By default "exact",
                 except for layout "slots", which is always bounded.
             capacity: most rows; in layout "slots" S, the places of each expert. By default exact sizes have no limit
-                and bounded ones the worst case. But layout "expert" has no default there, and layout "slots" has
+                and bounded ones the worst case. But layout "expert" has no default there, unless batches are balanced:
+                then it has room for the mean, and what padding takes. And layout "slots" has
                 ``W * max_tokens_per_rank``: enough unless tokens name an expert twice.
             copy: make outputs ordinary tensors of your own, even where a backend hands out views of its buffers.
                 "if_needed": outputs are yours as long as you hold them. But rows and scales may lie in a buffer that
@@ -348,7 +369,8 @@ class Communicator:
                 ascending k (layouts "expert" and "slots"). "per_node" adds the ranks' sums of a node, rounds that to
                 ``wire_dtype`` again, and adds the nodes' sums in ascending node: on backend "network" one row for each
                 (token, node) crosses the network. All backends give the same bits. None is "per_rank", or "per_node"
-                where the backend has nothing else (``gin``, ``padded``).
+                where the backend has nothing else (``gin``, ``padded``). Where batches are balanced, it is "per_route"
+                for layouts "expert" and "slots", whose sums do not depend on the split.
             wire_dtype: dtype of what travels, by default that of y.
             out_dtype: dtype of the result, by default that of y.
             out: contiguous [T, H] of ``out_dtype`` to write the result to, where no gradient is wanted.
@@ -363,7 +385,10 @@ class Communicator:
             TokenloomError: what ``dispatch`` raises; also NotDifferentiable if topk_weights are given and y or they
                 require grad.
         """
-        arguments = (weighted, self.kinds.default_mode if mode is None else mode, wire_dtype, out_dtype)
+        order: str | None = mode
+        if order is None:
+            order = self.kinds.default_mode or self.kinds.mode_of(routed)
+        arguments = (weighted, order, wire_dtype, out_dtype)
         biases: Any = bias
         if topk_weights is not None or bias is not None:
             routed, topk_weights, biases = self._prepare_terms(routed, weighted, topk_weights, bias)
@@ -395,7 +420,10 @@ class Communicator:
         Raises:
             TokenloomError: what ``send_dispatch`` raises.
         """
-        arguments = (weighted, self.kinds.default_mode if mode is None else mode, wire_dtype, out_dtype)
+        order: str | None = mode
+        if order is None:
+            order = self.kinds.default_mode or self.kinds.mode_of(routed)
+        arguments = (weighted, order, wire_dtype, out_dtype)
         biases: Any = bias
         if topk_weights is not None or bias is not None:
             routed, topk_weights, biases = self._prepare_terms(routed, weighted, topk_weights, bias)
@@ -564,6 +592,7 @@ class Communicator:
             f"  {plan.num_experts} experts, {plan.experts_per_rank} on each rank; top-{plan.top_k}; "
             f"hidden {plan.hidden}; at most {plan.max_tokens_per_rank} tokens a rank",
             *([f"  placement: {placement}"] if placement is not None else []),
+            *([f"  {self.engine.balance}"] if self.engine.balance is not None else []),
             f"  worst case on one rank: {of_slots.worst_case_rows('token')} rows in layouts token and rank, "
             f"{of_slots.worst_case_rows('expert')} in layout expert",
             *([f"  {nodes.describe()}"] if nodes.num_nodes > 1 else []),
@@ -601,6 +630,18 @@ class Communicator:
             PeerError: such an error of another rank.
         """
         self.engine.set_placement(placement)
+
+    def balance_stats(self) -> BalanceStats:
+        """Tell how many batches were split, and how full the fullest ranks were, of all dispatches so far.
+
+        The same on all ranks. The host waits for the device.
+
+        Raises:
+            InvalidArgument: the communicator was made without ``balance``.
+        """
+        if self.engine.balance is None:
+            raise InvalidArgument("batches are not balanced here; make the communicator with balance='batch'")
+        return self.engine.balance.stats()
 
     def lost_experts(self) -> list[int]:
         """List the experts that no rank has now: all their slots are on masked ranks, and their routes count as -1."""

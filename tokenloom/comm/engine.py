@@ -33,7 +33,8 @@ from tokenloom.backends.seam import (
     Upcoming,
     Wait,
 )
-from tokenloom.comm.placed_slots import PlacedDispatch, PlacedSlots
+from tokenloom.comm.balance import Balance, always_splits
+from tokenloom.comm.placed_slots import PlacedBatch, PlacedSlots
 from tokenloom.comm.placement import Placement, placement_terms, plan_of_slots, require_fits
 from tokenloom.errors import BackendUnavailable, CommunicatorBroken, InvalidArgument, PeerTimeout, is_known_to_all
 from tokenloom.ops import routing
@@ -135,11 +136,13 @@ class Engine:
     Args:
         plan: sizes, whose experts are those that callers name.
         placement: where experts lie; None: expert e on rank ``e // experts_per_rank``.
+        balance: when batches are split; None: never.
 
     Attributes:
         plan: sizes, whose experts are physical slots: what backends know. Without a placement they are the same.
         caller_plan: the same sizes, whose experts are those that callers name.
         slots: what is placed where, or None without a placement.
+        balance: when batches are split, or None.
         restored: rank that holds each expert which was lost with masked ranks and loaded again.
         ranks: the group, for small collectives beside the calls. Not to be used between the halves of a call.
         capabilities: what the backend can do.
@@ -147,7 +150,14 @@ class Engine:
         open_calls: those that users have sent and not yet received.
     """
 
-    def __init__(self, plan: Plan, ranks: RankGroup, backend: Backend, placement: Placement | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        ranks: RankGroup,
+        backend: Backend,
+        placement: Placement | None = None,
+        balance: Balance | None = None,
+    ) -> None:
         self.plan, self.caller_plan = plan_of_slots(plan, placement), plan
         self.ranks = ranks
         self.side_stream = SideStream(ranks.device)
@@ -155,6 +165,7 @@ class Engine:
         self._backend = backend
         self._sequence: Sequence | None = None
         self._device_index = ranks.device.index
+        self.balance = balance
         self.slots: PlacedSlots | None = None
         self.restored: dict[int, int] = {}
         if placement is not None:
@@ -166,13 +177,33 @@ class Engine:
 
     def prepare_dispatch(self, kind: DispatchKind) -> PreparedDispatch:
         """Prepare dispatches; see :meth:`tokenloom.backends.seam.Backend.prepare_dispatch`."""
-        if self.slots is None:
-            return self._backend.prepare_dispatch(kind)
-        return PlacedDispatch(self._backend.prepare_dispatch(replace(kind, ids_dtype=torch.int32)), self)
+        return self._backend.prepare_dispatch(kind if self.slots is None else replace(kind, ids_dtype=torch.int32))
 
     def prepare_combine(self, kind: CombineKind, number: int) -> PreparedCombine:
         """Prepare combines; see :meth:`tokenloom.backends.seam.Backend.prepare_combine`."""
         return self._backend.prepare_combine(kind, number)
+
+    def place_batch(self, kind: DispatchKind, topk_ids: torch.Tensor, stream: int | None = None) -> PlacedBatch:
+        """Find the slots of a batch's routes, by which it is dispatched. Collective where batches are balanced.
+
+        It is the beginning of the dispatch, which follows at once: a fault of another rank's dispatch is raised here.
+
+        Args:
+            kind: of the dispatch.
+            topk_ids: int32 or int64 [T, K], experts.
+            stream: what :meth:`ready_stream` has just given, or None.
+        """
+        if self.balance is None:
+            return self.slots_of_now().place_routes(topk_ids, stream)
+        assert self.slots is not None
+        counts = routing.count_experts(topk_ids, self.caller_plan.num_experts)
+        table, absent = self._backend.gather_counts(kind, counts)
+        self.slots.follow(absent)
+        terms = self.balance.rows_per_pull, always_splits(kind.options)
+        batch = self.slots.split_routes(topk_ids, table, *terms, stream)
+        assert batch.split is not None
+        self.balance.add(batch.split.summary)
+        return batch
 
     # -- errors ---------------------------------------------------------------------------------------------
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from tokenloom.backends.seam import DispatchOut, PreparedDispatch, Sent, Tokens
 from tokenloom.comm.placement import Placement
-from tokenloom.ops.slots_of_routes import SlotTable, write_numbers
+from tokenloom.ops.slots_of_routes import BatchSplit, SlotTable, write_numbers
+
+
+class PlacedBatch(NamedTuple):
+    """Where the routes of a batch go.
+
+    Attributes:
+        slot_ids: int32 [T, K], the slot of each route of this rank, -1 for none.
+        slot_experts: int32 [slots_per_rank], the expert in each slot of this rank for this batch, -1 for none.
+        split: of a balanced batch.
+    """
+
+    slot_ids: torch.Tensor
+    slot_experts: torch.Tensor
+    split: BatchSplit | None = None
 
 
 class PlacedSlots:
@@ -53,36 +66,19 @@ class PlacedSlots:
     def _write(self) -> None:
         self._table.write(self.placement.slot_ids(without=self._masked), self._masked)
 
-    def placed(self, tokens: Tokens, stream: int | None) -> Tokens:
-        """Return the same tokens with slots for ids, which are found on the current stream."""
-        return tokens._replace(topk_ids=self.slots_of_routes(tokens.topk_ids, stream))
+    def place_routes(self, topk_ids: torch.Tensor, stream: int | None) -> PlacedBatch:
+        """Find the slots of a batch's routes, by the placement alone."""
+        return PlacedBatch(self._table.slots_of_routes(topk_ids, stream), self.local_experts())
 
-    def slots_of_routes(self, topk_ids: torch.Tensor, stream: int | None) -> torch.Tensor:
-        """Return the slot of each route; see :meth:`tokenloom.ops.slots_of_routes.SlotTable.slots_of_routes`."""
-        return self._table.slots_of_routes(topk_ids, stream)
+    def split_routes(
+        self, topk_ids: torch.Tensor, counts: torch.Tensor, rows_per_pull: int, always: bool, stream: int | None
+    ) -> PlacedBatch:
+        """Find them by a split of the batch.
 
-
-class PlacedDispatch:
-    """Makes dispatches of one kind, whose ids are experts, by a backend's, whose ids are slots.
-
-    Args:
-        prepared: the backend's. engine: whose placement and masks rule.
-    """
-
-    def __init__(self, prepared: PreparedDispatch, engine: Any) -> None:
-        self._prepared, self._engine = prepared, engine
-
-    @property
-    def is_stale(self) -> bool:
-        return self._prepared.is_stale
-
-    @property
-    def waits(self) -> bool:
-        return self._prepared.waits
-
-    def send(
-        self, tokens: Tokens, out: DispatchOut | None = None, stream: int | None = None
-    ) -> Sent[tuple[Any, torch.Tensor]]:
-        """Find the slots, then send; see :meth:`tokenloom.backends.seam.PreparedDispatch.send`."""
-        slots = self._engine.slots_of_now()
-        return self._prepared.send(slots.placed(tokens, stream), out, stream)
+        Args:
+            counts: integers [W, E], routes of each source rank to each expert.
+            rows_per_pull, always: when it pays.
+        """
+        split = self._table.split(counts, rows_per_pull, always)
+        experts = split.slot_experts.view(self.placement.num_ranks, -1)[self._rank]
+        return PlacedBatch(self._table.slots_of_routes(topk_ids, stream, split), experts, split)

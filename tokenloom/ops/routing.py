@@ -55,6 +55,18 @@ def send_map(topk_ids: torch.Tensor, plan: Plan) -> SendMap:
     )
 
 
+def count_experts(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Count the routes to each expert, int64 [E], without reading anything on the host.
+
+    Args:
+        topk_ids: int32 or int64, of any shape. Ids that name no expert are not counted.
+    """
+    ids = topk_ids.flatten().long()
+    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+    return counts.scatter_add_(0, ids, torch.ones_like(ids))[:num_experts]
+
+
 def ids_of(send: SendMap, num_tokens: int, experts_per_rank: int) -> torch.Tensor:
     """Reverse :func:`send_map`: int64 ids [T, K], -1 where there is no route."""
     ids = send.tokens.new_full((num_tokens, send.mask.shape[1]), -1)

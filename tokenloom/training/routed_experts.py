@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from tokenloom.backends.seam import SWAPPED, Handle, Sent, Upcoming
 from tokenloom.comm.checks import DispatchArguments
 from tokenloom.comm.communicator import Communicator
+from tokenloom.comm.placed_slots import PlacedBatch
 from tokenloom.ops.autocast import autocast_dtype
 from tokenloom.ops.experts import ExpertForm, Experts, Tensors, cast
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
@@ -168,6 +169,7 @@ class _Forward:
         self.alike = (*alike, ("trained experts", trained or "none"))
         self.keeps_rows = needs[2] and not options.redispatch_in_backward
         self.pieces: list[Piece] = []
+        self.batch: PlacedBatch | None = None
 
     def run(self, meanwhile: Callable[[], None] | None, grad_enabled: bool) -> torch.Tensor:
         """Return the output, [T, H]."""
@@ -230,6 +232,10 @@ class _Forward:
         known, tokens = self.kinds.find_or_check_dispatch(
             arguments, (*self.needs[:2], owner, False, number > 0, None, self.alike), *inputs
         )
+        if self.engine.slots is not None:
+            if self.batch is None:  # as a whole, however it is cut
+                self.batch = self.engine.place_batch(known.kind, self.topk_ids)
+            tokens = tokens._replace(topk_ids=self.batch.slot_ids[self.slices[number]])
         return self.engine.send_dispatch(known.prepared, tokens)
 
     def _compute(self, tokens: slice, handle: Handle, rows: torch.Tensor) -> torch.Tensor:

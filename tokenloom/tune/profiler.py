@@ -257,6 +257,8 @@ class _Transfers:
         arguments = DispatchArguments("expert", sizes="exact", strategy=strategy)
         mode = (self._x.requires_grad, self._weights.requires_grad, True, False, False)
         known, tokens = self._kinds.find_or_check_dispatch(arguments, mode, self._x, self.ids, self._weights)
+        if engine.slots is not None:
+            tokens = tokens._replace(topk_ids=engine.place_batch(known.kind, tokens.topk_ids).slot_ids)
         handle, rows = engine.send_dispatch(known.prepared, tokens).receive()
         return handle, autograd.dispatched(engine, handle, rows, autograd.GradientOrder(), self._x, self._weights)[0]
 

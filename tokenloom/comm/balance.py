@@ -1,0 +1,93 @@
+"""Balanced batches: what a communicator with ``balance="batch"`` has agreed on, and what came of its batches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tokenloom.backends.seam import DispatchOptions
+from tokenloom.comm.placement import Placement
+from tokenloom.errors import InvalidArgument
+
+BALANCES = (None, "batch")
+
+
+class BalanceStats(NamedTuple):
+    """Sums over the batches of a communicator, the same on all ranks.
+
+    Attributes:
+        batches: that were dispatched.
+        split: those of them that were split. The others were even, or it would not have paid.
+        rows_by_placement: routes of the fullest rank, as the placement has them.
+        rows: routes of the fullest rank, as they were computed.
+        pulls: experts that the rank with most of them pulled.
+    """
+
+    batches: int
+    split: int
+    rows_by_placement: int
+    rows: int
+    pulls: int
+
+
+class Balance:
+    """When the batches of a communicator are split, and how often they were.
+
+    Args:
+        rows_per_pull: routes that a rank computes in the time in which it pulls an expert.
+        device: of the sums.
+    """
+
+    def __init__(self, rows_per_pull: int, device: torch.device) -> None:
+        self.rows_per_pull = rows_per_pull
+        self._sums = torch.zeros(len(BalanceStats._fields), dtype=torch.int64, device=device)
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
+
+    def add(self, summary: torch.Tensor) -> None:
+        """Count a batch, on the device alone.
+
+        Args:
+            summary: of its split, see :class:`tokenloom.ops.slots_of_routes.BatchSplit`.
+        """
+        split = summary[:1] != summary[1:2]
+        self._sums += torch.cat([self._one, split, summary])
+
+    def stats(self) -> BalanceStats:
+        """Read the sums, which waits for the device."""
+        return BalanceStats(*self._sums.tolist())
+
+    def __str__(self) -> str:
+        where = "in layout expert with a capacity always"
+        if self.rows_per_pull == 0:
+            return f"each batch is split over ranks, where that evens them; {where}"
+        return (
+            f"each batch is split over ranks where the fullest one gets rid of {self.rows_per_pull} rows or more for "
+            f"each expert that a helper pulls; {where}"
+        )
+
+
+def always_splits(options: DispatchOptions) -> bool:
+    """Whether a dispatch counts on the split: its rows have room for an even batch, and maybe for no other."""
+    return options.layout == "expert" and options.capacity is not None
+
+
+def check_balance(balance: object, rows_per_pull: object, placement: Placement | None) -> None:
+    """Raise InvalidArgument unless batches can be balanced as they are to be.
+
+    Args:
+        placement: of the communicator.
+    """
+    if balance not in BALANCES:
+        raise InvalidArgument(f"balance is {balance!r}, expected None or 'batch'")
+    if isinstance(rows_per_pull, bool) or not isinstance(rows_per_pull, int) or rows_per_pull < 0:
+        raise InvalidArgument(f"rows_per_pull is {rows_per_pull!r}, expected a number of rows, 0 or more")
+    if balance is None and rows_per_pull:
+        raise InvalidArgument(f"rows_per_pull is {rows_per_pull}, but batches are not balanced; pass balance='batch'")
+    if balance is None:
+        return
+    if placement is None or not (placement.num_empty or max(placement.replicas) > 1):
+        raise InvalidArgument(
+            "balance='batch' without a spare slot: no rank can compute an expert of another one; pass spare_slots=1 "
+            "or more (as many as experts of a rank serve any batch), or a placement with empty slots"
+        )
