@@ -15,12 +15,14 @@ from tokenloom._version import __version__
 if TYPE_CHECKING:
     from tokenloom import tune
     from tokenloom.backends.seam import DispatchOut, Strategy
+    from tokenloom.comm.balance import BalanceStats
     from tokenloom.comm.communicator import Communicator
     from tokenloom.comm.engine import Pending
     from tokenloom.comm.expert_stats import ExpertStats
     from tokenloom.comm.move_experts import MovingExperts, move_experts
     from tokenloom.comm.placement import Placement
     from tokenloom.comm.plan_replicas import plan_replicas
+    from tokenloom.comm.pulled_experts import pull_experts, sum_pulled_gradients
     from tokenloom.comm.restore_experts import restore_experts
     from tokenloom.comm.routed import Routed
     from tokenloom.errors import (
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "Activation": "plan",
+    "BalanceStats": "comm.balance",
     "Communicator": "comm.communicator",
     "DispatchOut": "backends.seam",
     "ExpertParallelMoE": "training.layer",
@@ -93,12 +96,14 @@ _MODULE_OF = {
     "pack_weights": "ops.quant",
     "place_experts": "training.replicas",
     "plan_replicas": "comm.plan_replicas",
+    "pull_experts": "comm.pulled_experts",
     "quantize_fp8": "ops.quant",
     "quantize_fp8_blocks": "ops.quant",
     "reduce_replica_gradients": "training.replicas",
     "restore_experts": "comm.restore_experts",
     "shard_state_dict": "training.state_dict",
     "split_parameters": "training.data_parallel",
+    "sum_pulled_gradients": "comm.pulled_experts",
     "weights_for": "ops.quant",
 }
 
@@ -106,6 +111,7 @@ __all__ = [
     "MXFP4",
     "Activation",
     "BackendUnavailable",
+    "BalanceStats",
     "CapacityOverflow",
     "Communicator",
     "CommunicatorBroken",
@@ -150,12 +156,14 @@ __all__ = [
     "pack_weights",
     "place_experts",
     "plan_replicas",
+    "pull_experts",
     "quantize_fp8",
     "quantize_fp8_blocks",
     "reduce_replica_gradients",
     "restore_experts",
     "shard_state_dict",
     "split_parameters",
+    "sum_pulled_gradients",
     "tune",
     "weights_for",
 ]

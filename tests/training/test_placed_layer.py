@@ -19,11 +19,12 @@ from tests.support.layer_cases import HIDDEN, NUM_EXPERTS, TOP_K, LayerCase, mak
 from tests.support.on_ranks import on_ranks
 from tests.support.placements import drawn_placement
 from tokenloom import reference
+from tokenloom.comm.slot_rows import sum_at_owners
 from tokenloom.ops import experts
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
 from tokenloom.training.shards import local_part
-from tokenloom.training.slot_moves import moves_to_owners, sum_at_owners
+from tokenloom.training.slot_moves import moves_to_owners
 
 pytestmark = pytest.mark.slow_on(1, 4)
 

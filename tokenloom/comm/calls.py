@@ -33,6 +33,7 @@ from tokenloom.backends.seam import (
 from tokenloom.comm import autograd, checks
 from tokenloom.comm.checks import CombineArguments, CombineValues, DispatchArguments, DispatchValues
 from tokenloom.comm.engine import COMBINE_RANGE, DISPATCH_RANGE, Engine, Pending, profiler_range
+from tokenloom.comm.placed_slots import PlacedBatch
 from tokenloom.comm.routed import Routed, alike_in
 from tokenloom.errors import DtypeMismatch, InvalidArgument, NotDifferentiable, raised_by_all
 from tokenloom.ops import routing
@@ -307,7 +308,7 @@ class DispatchCall(CallInHalves):
     _known: KnownDispatch
     _tokens: Tokens | None
     _in_graph: tuple[torch.Tensor, torch.Tensor | None] | None = None
-    _slot_experts: torch.Tensor | None = None
+    _batch: PlacedBatch | None = None
 
     def __init__(
         self,
@@ -389,7 +390,7 @@ class DispatchCall(CallInHalves):
         self._stream = stream
         if engine.slots is not None:
             batch = engine.place_batch(kind, tokens.topk_ids, stream)
-            tokens, self._slot_experts = tokens._replace(topk_ids=batch.slot_ids), batch.slot_experts
+            tokens, self._batch = tokens._replace(topk_ids=batch.slot_ids), batch
         self._sent = engine.opened(known.prepared.send(tokens, self._out, stream))
 
     def receive(self) -> Routed:
@@ -402,8 +403,8 @@ class DispatchCall(CallInHalves):
         routed = Routed(self._known.alike, self.owner, handle, rows, weights, self._out)
         if order is not None:
             routed.__dict__["_gradient_order"] = order
-        if self._slot_experts is not None:
-            routed.keep_slot_experts(self._slot_experts)
+        if self._batch is not None:
+            routed.keep_batch(self._batch)
         if self._stream is None and rows.is_cuda and torch.cuda.is_current_stream_capturing():
             _ = routed.topk_ids  # int64 ids converted later would be outside of the graph and never change
         return routed

@@ -16,11 +16,13 @@ class PlacedBatch(NamedTuple):
     Attributes:
         slot_ids: int32 [T, K], the slot of each route of this rank, -1 for none.
         slot_experts: int32 [slots_per_rank], the expert in each slot of this rank for this batch, -1 for none.
+        placement: that ruled.
         split: of a balanced batch.
     """
 
     slot_ids: torch.Tensor
     slot_experts: torch.Tensor
+    placement: Placement
     split: BatchSplit | None = None
 
 
@@ -68,7 +70,7 @@ class PlacedSlots:
 
     def place_routes(self, topk_ids: torch.Tensor, stream: int | None) -> PlacedBatch:
         """Find the slots of a batch's routes, by the placement alone."""
-        return PlacedBatch(self._table.slots_of_routes(topk_ids, stream), self.local_experts())
+        return PlacedBatch(self._table.slots_of_routes(topk_ids, stream), self.local_experts(), self.placement)
 
     def split_routes(
         self, topk_ids: torch.Tensor, counts: torch.Tensor, rows_per_pull: int, always: bool, stream: int | None
@@ -81,4 +83,5 @@ class PlacedSlots:
         """
         split = self._table.split(counts, rows_per_pull, always)
         experts = split.slot_experts.view(self.placement.num_ranks, -1)[self._rank]
-        return PlacedBatch(self._table.slots_of_routes(topk_ids, stream, split), experts, split)
+        slot_ids = self._table.slots_of_routes(topk_ids, stream, split)
+        return PlacedBatch(slot_ids, experts, self.placement, split)

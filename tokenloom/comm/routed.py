@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from tokenloom.backends.seam import DispatchKind, DispatchOut, Handle
+from tokenloom.comm.placed_slots import PlacedBatch
 from tokenloom.errors import InvalidArgument
 from tokenloom.ops import routing
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
@@ -64,7 +65,7 @@ class Routed:
     _out: DispatchOut | None = None
     _late_weights: torch.Tensor | None = None
     _scale_words: int | None = None
-    _slot_experts: torch.Tensor | None = None
+    _batch: PlacedBatch | None = None
     _gradient_order: Any = None
 
     def __init__(
@@ -168,9 +169,10 @@ class Routed:
         """int32 [L], the expert that each slot of this rank held at the dispatch, -1 for none. Not to be changed.
 
         Without a placement they are those of this rank, ascending. Of a captured dispatch they follow the placement.
+        Where batches are balanced, they are those of this batch.
         """
-        if self._slot_experts is not None:
-            return self._slot_experts
+        if self._batch is not None:
+            return self._batch.slot_experts
         first, local = self._owner.rank * self._plan.experts_per_rank, self._plan.experts_per_rank
         return torch.arange(first, first + local, dtype=torch.int32, device=self._owner.device)
 
@@ -209,9 +211,9 @@ class Routed:
         """[T, K]: the ids that were dispatched, or those that took their place; with a placement, slots."""
         return self._handle.ids()
 
-    def keep_slot_experts(self, slot_experts: torch.Tensor) -> None:
-        """Remember the placement of the dispatch, for ``slot_experts``."""
-        self.__dict__["_slot_experts"] = slot_experts
+    def keep_batch(self, batch: PlacedBatch) -> None:
+        """Remember where the dispatch went, for ``slot_experts``."""
+        self.__dict__["_batch"] = batch
 
     def replace_ids(self, topk_ids: torch.Tensor) -> None:
         """Let later calls of this dispatch read equal ids elsewhere, so that those that were given may be changed.
@@ -221,7 +223,7 @@ class Routed:
         Args:
             topk_ids: of the same shape, dtype, values and device as those that were dispatched; contiguous.
         """
-        if self._slot_experts is None:
+        if self._batch is None:
             self._handle.use_ids(topk_ids)
 
     def let_go(self) -> None:
@@ -256,8 +258,8 @@ class Routed:
         made = Routed(alike, self._owner, self._handle, self._rows, None, self._out)
         made.__dict__["_late_weights"] = weights
         made.__dict__["_gradient_order"] = self._gradient_order
-        if self._slot_experts is not None:
-            made.keep_slot_experts(self._slot_experts)
+        if self._batch is not None:
+            made.keep_batch(self._batch)
         return made
 
     # -- for combine ----------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tokenloom.backends.registry import LAYER_SMS
-from tokenloom.backends.seam import Capabilities, Strategy, Upcoming
+from tokenloom.backends.seam import STRATEGY_OF_MODE, Capabilities, Strategy, Upcoming
 from tokenloom.comm import checks
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.move_experts import PIECE_BYTES, MovingExperts, move_experts
 from tokenloom.comm.placement import EMPTY, Placement
+from tokenloom.comm.slot_rows import copy_from_owners
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops.autocast import autocast_dtype
 from tokenloom.ops.experts import PLAIN, ExpertForm
@@ -31,7 +33,7 @@ from tokenloom.training.parameters import check_experts, draw_seeded, own_name
 from tokenloom.training.pieces import RunOptions, forward_calls
 from tokenloom.training.routed_experts import routed_experts
 from tokenloom.training.shards import local_part, make_mesh, renew_hooks, spread
-from tokenloom.training.slot_moves import along, copy_from_owners, moves_from_owners
+from tokenloom.training.slot_moves import along, moves_from_owners
 from tokenloom.training.state_by_expert import by_expert, by_slot
 from tokenloom.tune import choices
 
@@ -86,6 +88,11 @@ class RoutedExperts(nn.Module):
             whose placement rules. ``follow_placement`` lets an optimizer keep replicas equal.
         spare_slots: instead of a placement, slots of each rank beyond its E / W experts, empty until
             ``place_experts``.
+        balance: "batch": no rank computes more routes than the mean, as far as empty slots allow. Helpers pull the
+            experts that they lack into these, in forward and again in backward, and add their gradients to their
+            owners', in ascending rank. Then ``strategy`` is by default one whose sums do not depend on it. As in
+            ``Communicator``, whose it is with ``comm``.
+        rows_per_pull: as in ``Communicator``.
         comm: a Communicator to share between layers, instead of ``group``.
         backend: as in ``Communicator``.
         timeout_s: as in ``Communicator``.
@@ -138,6 +145,8 @@ class RoutedExperts(nn.Module):
         main_grads: bool = False,
         placement: Placement | None = None,
         spare_slots: int = 0,
+        balance: Literal["batch"] | None = None,
+        rows_per_pull: int = 0,
         comm: Communicator | None = None,
         backend: str = "auto",
         timeout_s: float = 30.0,
@@ -156,6 +165,7 @@ class RoutedExperts(nn.Module):
             raise InvalidArgument(f"comm is {comm!r}, expected a tl.Communicator, or None")
         group_and_comm = group is not None and comm is not None
         placed_apart = comm is not None and (placement is not None or spare_slots != 0)
+        balanced_apart = comm is not None and (balance is not None or rows_per_pull != 0)
         if comm is None:
             comm = Communicator(
                 group,
@@ -174,9 +184,14 @@ class RoutedExperts(nn.Module):
                 num_sms=LAYER_SMS,
                 placement=placement,
                 spare_slots=spare_slots,
+                balance=balance,
+                rows_per_pull=rows_per_pull,
             )
         self.comm, self._placed = comm, comm.placement
+        is_balanced = comm.engine.balance is not None
         default_strategy = Strategy.default(comm.engine.capabilities)
+        if is_balanced:
+            default_strategy = replace(default_strategy, combine=STRATEGY_OF_MODE["per_route"])
 
         def prepare() -> tuple[dict[str, Any], Strategy | None]:
             require_eager()
@@ -188,12 +203,14 @@ class RoutedExperts(nn.Module):
                 raise InvalidArgument(
                     "comm is given with a placement beside it; make the communicator with the placement"
                 )
+            if balanced_apart:
+                raise InvalidArgument("comm is given with balance beside it; make the communicator with balance")
             self.form = form = ExpertForm(Activation.of(activation), weight_layout)
             check_experts(comm.plan, hidden, intermediate, num_experts, top_k, expert_grad_scale, pool_rows)
             checks.require_layout(comm.engine.capabilities, "expert")
             checks.require_strategy(comm.engine.capabilities, strategy or default_strategy)
             tuned = None
-            if strategy is None and comm.rank == 0:  # ranks may see different disks
+            if strategy is None and comm.rank == 0 and not is_balanced:  # ranks may see different disks
                 tuned = choices.find(choices.setting_of(comm, intermediate, dtype))
             self.hidden, self.intermediate = hidden, intermediate
             with torch.inference_mode(False):  # forward saves parameters in any mode

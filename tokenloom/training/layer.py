@@ -87,6 +87,8 @@ class ExpertParallelMoE(nn.Module):
             made here as zeros and reset by you alone. ``parameter.grad`` stays None.
         placement: which slots of which ranks hold which experts, as in ``RoutedExperts``.
         spare_slots: slots of each rank beyond its E / W experts, as in ``RoutedExperts``.
+        balance: "batch" splits each batch evenly over the ranks, as in ``RoutedExperts``.
+        rows_per_pull: as in ``Communicator``.
         comm: a Communicator to share between layers, instead of ``group``.
         backend: as in ``Communicator``.
         timeout_s: as in ``Communicator``.
@@ -143,6 +145,8 @@ class ExpertParallelMoE(nn.Module):
         main_grads: bool = False,
         placement: Placement | None = None,
         spare_slots: int = 0,
+        balance: Literal["batch"] | None = None,
+        rows_per_pull: int = 0,
         comm: Communicator | None = None,
         backend: str = "auto",
         timeout_s: float = 30.0,
@@ -171,6 +175,8 @@ class ExpertParallelMoE(nn.Module):
             main_grads=main_grads,
             placement=placement,
             spare_slots=spare_slots,
+            balance=balance,
+            rows_per_pull=rows_per_pull,
             comm=comm,
             backend=backend,
             timeout_s=timeout_s,

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.placement import Placement, placement_terms, require_fits
+from tokenloom.comm.slot_rows import copy_from_owners, sum_at_owners
 from tokenloom.errors import InvalidArgument, require_type
 from tokenloom.training.expert_module import RoutedExperts
 from tokenloom.training.shards import local_part
@@ -24,12 +25,10 @@ from tokenloom.training.slot_moves import (
     Held,
     agreed,
     along,
-    copy_from_owners,
     moved,
     moves_between,
     moves_from_owners,
     moves_to_owners,
-    sum_at_owners,
     terms_of,
 )
 from tokenloom.training.state_by_expert import by_expert, by_slot

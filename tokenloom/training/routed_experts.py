@@ -21,6 +21,7 @@ from tokenloom.backends.seam import SWAPPED, Handle, Sent, Upcoming
 from tokenloom.comm.checks import DispatchArguments
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.placed_slots import PlacedBatch
+from tokenloom.comm.pulled_experts import PulledExperts
 from tokenloom.ops.autocast import autocast_dtype
 from tokenloom.ops.experts import ExpertForm, Experts, Tensors, cast
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
@@ -136,6 +137,7 @@ class _RoutedExperts(torch.autograd.Function):
             ctx.versions = versions(sources)
             x_again = x if options.redispatch_in_backward else None
             save(ctx, comm.engine, options, forward.pieces, x_again, experts)
+            ctx.pulled = forward.pulled
         return out
 
     @staticmethod
@@ -170,6 +172,7 @@ class _Forward:
         self.keeps_rows = needs[2] and not options.redispatch_in_backward
         self.pieces: list[Piece] = []
         self.batch: PlacedBatch | None = None
+        self.pulled: PulledExperts | None = None
 
     def run(self, meanwhile: Callable[[], None] | None, grad_enabled: bool) -> torch.Tensor:
         """Return the output, [T, H]."""
@@ -186,6 +189,8 @@ class _Forward:
         # The first two dispatches overwrite no rows. A later one waits for the GEMMs that read what it overwrites.
         computed = [self.transfers.mark()] * 2
         handle, rows, arrival = self._begin_dispatch(0, computed[0])()
+        self.pulled = PulledExperts(self.engine, self.batch)
+        self.pulled.pull(self.experts.tensors)
         homecomings: list[RunningTransfer] = []
         for number, tokens in enumerate(self.slices):
             more = number + 1 < len(self.slices)
@@ -298,6 +303,7 @@ class _Backward:
         """Return the gradients of x, of the routes' weights, of w1 and w2, and of their biases."""
         self._load()
         experts = self.experts
+        self.ctx.pulled.pull(experts.tensors)  # again: other batches may have filled their slots since
         begin = self.transfers.mark()
         for _ in range(self.ahead):
             self._dispatch_next(begin)
@@ -327,6 +333,7 @@ class _Backward:
         for transfer in homecomings:
             transfer.wait()
         grad_weights = torch.cat(self.grad_weights) if self.wants_weights else None
+        self.ctx.pulled.sum_gradients((self.grad_w1, self.grad_w2, self.grad_w1_bias, self.grad_w2_bias))
         return self.grad_x, grad_weights, self.grad_w1, self.grad_w2, self.grad_w1_bias, self.grad_w2_bias
 
     def _add_biases(self, piece: Piece, grad_hidden: torch.Tensor, grad_out: torch.Tensor) -> None:

@@ -7,39 +7,23 @@ an optimizer. All slots of an expert have its weights.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
 from tokenloom.comm.engine import Engine
 from tokenloom.comm.placement import EMPTY, Placement
+from tokenloom.comm.slot_rows import Move, arrivals, living_slots
 from tokenloom.errors import InvalidArgument
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.runtime.streams import on_device
 from tokenloom.runtime.torch_modes import require_eager
 
-Slot = tuple[int, int]
-"""(rank, slot of the rank)."""
 Held = Literal["by owners", "by all slots"]
 """Who holds an expert's row: one slot, or all of them alike."""
-
-
-class Move(NamedTuple):
-    """A row of one slot that arrives at another, or stays."""
-
-    source_rank: int
-    source: int
-    rank: int
-    slot: int
-
-
-def living_slots(placement: Placement, expert: int, masked: Collection[int]) -> list[Slot]:
-    """List the slots of an expert on ranks that take part, ascending. The first is the owner."""
-    return [each for each in placement.slots_of(expert) if each[0] not in masked]
 
 
 def moves_between(old: Placement, new: Placement, held: Held, masked: Collection[int] = ()) -> list[Move]:
@@ -106,36 +90,6 @@ def agreed_beside(ranks: RankGroup, phase: str, prepare: Callable[[], dict[str, 
         yield ranks
 
 
-def arrivals(
-    ranks: RankGroup, moves: Sequence[Move], rows: torch.Tensor, phase: str
-) -> list[tuple[Move, torch.Tensor]]:
-    """Send rows along moves, the same list on all ranks, and return those that arrive here, in the order of the list.
-
-    Nothing is sent where no row goes to another rank. Rows that stay on their rank are views.
-    """
-    here = ranks.rank
-    if all(move.source_rank == move.rank for move in moves):
-        return [(move, rows[move.source]) for move in moves if move.rank == here]
-    sent: dict[int, list[int]] = defaultdict(list)
-    received: dict[int, list[Move]] = defaultdict(list)
-    for move in moves:
-        if move.source_rank == move.rank:
-            continue
-        if move.source_rank == here:
-            sent[move.rank].append(move.source)
-        elif move.rank == here:
-            received[move.source_rank].append(move)
-    order = [source for rank in range(ranks.num_ranks) for source in sent[rank]]
-    outgoing = rows.index_select(0, torch.tensor(order, dtype=torch.int64, device=rows.device)).to(ranks.device)
-    counts = [[len(each[rank]) for rank in range(ranks.num_ranks)] for each in (sent, received)]
-    incoming = ranks.start_all_to_all(outgoing, counts[0], counts[1], phase).wait().to(rows.device)
-    came = [move for rank in range(ranks.num_ranks) for move in received[rank]]
-    by_move = dict(zip(came, incoming, strict=True))
-    return [
-        (move, rows[move.source] if move.source_rank == here else by_move[move]) for move in moves if move.rank == here
-    ]
-
-
 @torch.no_grad()
 def moved(ranks: RankGroup, moves: Sequence[Move], rows: torch.Tensor, num_slots: int, phase: str) -> torch.Tensor:
     """Return a new tensor of ``num_slots`` slots with what arrives there, and zeros elsewhere. Collective."""
@@ -144,40 +98,6 @@ def moved(ranks: RankGroup, moves: Sequence[Move], rows: torch.Tensor, num_slots
     for move, row in arrivals(ranks, moves, values, phase):
         out[move.slot] = row
     return out.view(rows.dtype)
-
-
-@torch.no_grad()
-def copy_from_owners(ranks: RankGroup, moves: Sequence[Move], rows: torch.Tensor, phase: str) -> None:
-    """Give replicas their owner's row, in place. Collective. ``moves``: :func:`moves_from_owners`."""
-    for move, row in arrivals(ranks, moves, rows, phase):
-        rows[move.slot] = row
-
-
-@torch.no_grad()
-def sum_at_owners(ranks: RankGroup, moves: Sequence[Move], rows: torch.Tensor, phase: str) -> None:
-    """Give owners the sum of their slots' rows, and replicas zeros, in place. Collective.
-
-    It is summed in at least float32, in ascending (rank, slot), and rounded once to the dtype of the rows. So a
-    second call changes nothing.
-
-    Args:
-        moves: :func:`moves_to_owners`.
-    """
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    terms: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for move, row in arrivals(ranks, moves, rows, phase):
-        terms[move.slot].append(row)
-    sums = {}
-    for slot, others in terms.items():
-        total = rows[slot].to(wide, copy=True)
-        for other in others:
-            total += other
-        sums[slot] = total
-    for move in moves:
-        if move.source_rank == ranks.rank:
-            rows[move.source] = 0
-    for slot, total in sums.items():
-        rows[slot] = total
 
 
 Act = Callable[[RankGroup, Sequence[Move], torch.Tensor, str], None]

@@ -9,9 +9,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tokenloom.comm.placement import Placement
+from tokenloom.comm.slot_rows import sum_at_owners
 from tokenloom.ops.experts import Tensors
 from tokenloom.runtime.rank_group import RankGroup
-from tokenloom.training.slot_moves import agreed_beside, moved, moves_between, moves_to_owners, sum_at_owners, terms_of
+from tokenloom.training.slot_moves import agreed_beside, moved, moves_between, moves_to_owners, terms_of
 
 NAMES = ("w1", "w2", "w1_bias", "w2_bias")
 TO_SLOTS = "experts to their slots"
