@@ -514,20 +514,6 @@ class Backend(Protocol):
     def prepare_dispatch(self, kind: DispatchKind) -> PreparedDispatch:
         """Check that this backend can make such dispatches, and prepare them. Collective where it makes memory."""
 
-    def gather_counts(self, kind: DispatchKind, counts: torch.Tensor) -> tuple[torch.Tensor, frozenset[int]]:
-        """Begin a dispatch of ``kind`` by counts of all ranks, from which they derive where its rows go.
-
-        Args:
-            counts: int64 [n] on the device.
-
-        Returns:
-            (integers [W, n] on the device, ranks that take no part, whose counts are 0). All ranks that do get the
-            same.
-
-        Raises:
-            PeerError, PlanMismatch, PeerTimeout: what the dispatch would raise.
-        """
-
     def prepare_combine(self, kind: CombineKind, number: int) -> PreparedCombine:
         """Prepare combines, as :meth:`prepare_dispatch` does dispatches.
 
@@ -583,6 +569,24 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release what the backend holds. Calling it twice is fine."""
+
+
+class GathersCounts(Protocol):
+    """A backend that can begin a dispatch by counts, as its capabilities say."""
+
+    def gather_counts(self, kind: DispatchKind, counts: torch.Tensor) -> tuple[torch.Tensor, frozenset[int]]:
+        """Begin a dispatch of ``kind`` by counts of all ranks, from which they derive where its rows go.
+
+        Args:
+            counts: int64 [n] on the device.
+
+        Returns:
+            (integers [W, n] on the device, ranks that take no part, whose counts are 0). All ranks that do get the
+            same.
+
+        Raises:
+            PeerError, PlanMismatch, PeerTimeout: what the dispatch would raise.
+        """
 
 
 # -- what carries a payload ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch.profiler import record_function
@@ -22,6 +22,7 @@ from tokenloom.backends.seam import (
     CombineKind,
     CombineOptions,
     DispatchKind,
+    GathersCounts,
     Handle,
     OutputOwner,
     PreparedCombine,
@@ -197,7 +198,7 @@ class Engine:
             return self.slots_of_now().place_routes(topk_ids, stream)
         assert self.slots is not None
         counts = routing.count_experts(topk_ids, self.caller_plan.num_experts)
-        table, absent = self._backend.gather_counts(kind, counts)
+        table, absent = cast(GathersCounts, self._backend).gather_counts(kind, counts)
         self.slots.follow(absent)
         terms = self.balance.rows_per_pull, always_splits(kind.options)
         batch = self.slots.split_routes(topk_ids, table, *terms, stream)

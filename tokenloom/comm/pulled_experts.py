@@ -20,18 +20,17 @@ from tokenloom.runtime.torch_modes import require_eager
 
 
 class PulledExperts:
-    """What helpers of one batch pull, the same list on all ranks. It has no moves where nothing is pulled.
+    """What helpers of one batch pull, the same list on all ranks.
 
     Args:
         engine: of the communicator that dispatched the batch.
-        batch: as it was placed, or None.
+        batch: as it was placed, with a split.
     """
 
-    def __init__(self, engine: Engine, batch: PlacedBatch | None) -> None:
+    def __init__(self, engine: Engine, batch: PlacedBatch) -> None:
+        assert batch.split is not None
         self._engine = engine
-        self.moves: list[Move] = []
-        if batch is not None and batch.split is not None:
-            self.moves = pulls(batch.placement, batch.split.slot_experts.tolist(), engine.masked)
+        self.moves = pulls(batch.placement, batch.split.slot_experts.tolist(), engine.masked)
 
     @torch.no_grad()
     def pull(self, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -45,7 +44,8 @@ class PulledExperts:
             for each in tensors:
                 if each is not None:
                     # What backward saved of earlier batches is filled again before it is read.
-                    copy_from_owners(ranks, self._living(self.moves), each.data, "pulling experts")
+                    rows = each.data.view(torch.uint8) if each.itemsize == 1 else each.data  # torch indexes no FP8
+                    copy_from_owners(ranks, self._living(self.moves), rows, "pulling experts")
 
     @torch.no_grad()
     def sum_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -127,7 +127,7 @@ def _prepared(comm: Communicator, routed: Routed, tensors: Sequence[torch.Tensor
         require_eager()
         if not isinstance(routed, Routed) or routed._owner is not comm:
             raise InvalidArgument("routed is of another communicator; pass what comm.dispatch returned")
-        if routed._batch is None or routed._batch.split is None:
+        if routed.batch is None or routed.batch.split is None:
             raise InvalidArgument("batches are not balanced here; make the communicator with balance='batch'")
         slots = SlotBytes(tensors)
         slots.require_fits(comm)
@@ -135,4 +135,5 @@ def _prepared(comm: Communicator, routed: Routed, tensors: Sequence[torch.Tensor
 
     with ranks.turn, on_device(comm.device):
         agree(ranks, prepare, name)
-    return PulledExperts(comm.engine, routed._batch)
+    assert routed.batch is not None
+    return PulledExperts(comm.engine, routed.batch)

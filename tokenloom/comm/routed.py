@@ -211,6 +211,11 @@ class Routed:
         """[T, K]: the ids that were dispatched, or those that took their place; with a placement, slots."""
         return self._handle.ids()
 
+    @property
+    def batch(self) -> PlacedBatch | None:
+        """Where the dispatch went, for layers; None without a placement."""
+        return self._batch
+
     def keep_batch(self, batch: PlacedBatch) -> None:
         """Remember where the dispatch went, for ``slot_experts``."""
         self.__dict__["_batch"] = batch

@@ -9,6 +9,7 @@ import torch
 from tokenloom.backends.seam import Upcoming
 from tokenloom.comm import checks
 from tokenloom.comm.communicator import Communicator, Mode, Recipe
+from tokenloom.comm.pulled_experts import PulledExperts
 from tokenloom.comm.routed import Layout, Routed
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.schedules import MegaSchedule
@@ -112,6 +113,9 @@ class ComposedExperts:
             recipe=self._recipe,
         )
         after_stage("dispatch")
+        if routed.batch is not None and routed.batch.split is not None:
+            PulledExperts(comm.engine, routed.batch).pull((*self._weights, *self._biases))
+            after_stage("pull")
         with torch.autocast(comm.device.type, enabled=False):  # sums are float32
             with comm.engine.sequence(Upcoming("combine")):
                 rows = self._routed_experts(routed, after_stage)

@@ -109,6 +109,9 @@ class MegaMoE:
         placement: as in ``Communicator``: which slots of which ranks hold which experts. Weights then lie by slot, and
             ids stay those of experts. ``move_experts`` changes it, weights and all.
         spare_slots: as in ``Communicator``: instead of a placement, the default one with so many empty slots more.
+        balance: as in ``Communicator``, with backend "composed" so far. "batch" splits each call's routes evenly over
+            the ranks, which pull experts into their empty slots. Results keep their bits.
+        rows_per_pull: as in ``Communicator``.
         rejoin: as in ``Communicator``. Load the weights again, or take those of replicas by ``move_experts(placement,
             stale=[rank])`` on all ranks. Graphs that were captured before leave this rank out.
 
@@ -154,6 +157,8 @@ class MegaMoE:
         on_timeout: Literal["raise", "mask"] = "raise",
         placement: Placement | None = None,
         spare_slots: int = 0,
+        balance: Literal["batch"] | None = None,
+        rows_per_pull: int = 0,
         rejoin: bool = False,
     ) -> None:
         implementation = EXPERTS.get(backend) if isinstance(backend, str) else None
@@ -174,6 +179,8 @@ class MegaMoE:
                 on_timeout=on_timeout,
                 placement=placement,
                 spare_slots=spare_slots,
+                balance=balance,
+                rows_per_pull=rows_per_pull,
                 rejoin=rejoin,
             )
         except BackendUnavailable as error:  # its advice is for a Communicator

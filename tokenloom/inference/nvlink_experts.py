@@ -217,7 +217,7 @@ class NvlinkExperts:
         try:
             tokens, ids = aligned(tokens), aligned(topk_ids)
             if engine.slots is not None:
-                ids = engine.slots_of_now().slots_of_routes(ids, known_stream)
+                ids = engine.slots_of_now().place_routes(ids, known_stream).slot_ids
             scales_at, sender = 0 if scales is None else scales.data_ptr(), senders.packing_sender
             if len(tokens) > schedule.send_sms * senders.max_tokens_per_block:
                 sender = senders.packed_sender

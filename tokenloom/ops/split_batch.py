@@ -78,8 +78,8 @@ def split_batch(
     experts = [EMPTY if rank in masked else expert for rank, row in enumerate(table) for expert in row]
     slot_of = {(slot // per_rank, expert): slot for slot, expert in reversed([*enumerate(experts)]) if expert != EMPTY}
     empty = [
-        [] if rank in masked else [slot for slot in range(rank * per_rank, (rank + 1) * per_rank) if experts[slot] < 0]
-        for rank in range(num_ranks)
+        [rank * per_rank + slot for slot, expert in enumerate(row) if expert == EMPTY and rank not in masked]
+        for rank, row in enumerate(table)
     ]
     left = routes_of_slots(counts, experts).sum(0).tolist()
     loads = [sum(left[rank * per_rank : (rank + 1) * per_rank]) for rank in range(num_ranks)]
@@ -87,7 +87,7 @@ def split_batch(
     nothing = Split(experts, [], max(loads), max(loads), 0)
 
     surplus = [load - mean for load in loads]
-    helpers = [rank for rank in range(num_ranks) if rank not in masked]
+    helpers = list(range(num_ranks))
     after, shares, pulls = list(experts), list[Share](), [0] * num_ranks
     while (total := sum(each for each in surplus if each > 0)) and helpers:
         giver = max(range(num_ranks), key=lambda rank: (surplus[rank], -rank))

@@ -189,8 +189,9 @@ class _Forward:
         # The first two dispatches overwrite no rows. A later one waits for the GEMMs that read what it overwrites.
         computed = [self.transfers.mark()] * 2
         handle, rows, arrival = self._begin_dispatch(0, computed[0])()
-        self.pulled = PulledExperts(self.engine, self.batch)
-        self.pulled.pull(self.experts.tensors)
+        if self.batch is not None and self.batch.split is not None:
+            self.pulled = PulledExperts(self.engine, self.batch)
+            self.pulled.pull(self.experts.tensors)
         homecomings: list[RunningTransfer] = []
         for number, tokens in enumerate(self.slices):
             more = number + 1 < len(self.slices)
@@ -303,7 +304,9 @@ class _Backward:
         """Return the gradients of x, of the routes' weights, of w1 and w2, and of their biases."""
         self._load()
         experts = self.experts
-        self.ctx.pulled.pull(experts.tensors)  # again: other batches may have filled their slots since
+        pulled: PulledExperts | None = self.ctx.pulled
+        if pulled is not None:  # again: other batches may have filled their slots since
+            pulled.pull(experts.tensors)
         begin = self.transfers.mark()
         for _ in range(self.ahead):
             self._dispatch_next(begin)
@@ -333,7 +336,8 @@ class _Backward:
         for transfer in homecomings:
             transfer.wait()
         grad_weights = torch.cat(self.grad_weights) if self.wants_weights else None
-        self.ctx.pulled.sum_gradients((self.grad_w1, self.grad_w2, self.grad_w1_bias, self.grad_w2_bias))
+        if pulled is not None:
+            pulled.sum_gradients((self.grad_w1, self.grad_w2, self.grad_w1_bias, self.grad_w2_bias))
         return self.grad_x, grad_weights, self.grad_w1, self.grad_w2, self.grad_w1_bias, self.grad_w2_bias
 
     def _add_biases(self, piece: Piece, grad_hidden: torch.Tensor, grad_out: torch.Tensor) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from tokenloom.comm.placement import EMPTY, Placement
+from tokenloom.comm.slot_rows import Move
 from tokenloom.errors import InvalidArgument, ShapeMismatch
 from tokenloom.training.shards import local_part, own_part, spread
-from tokenloom.training.slot_moves import Held, Move, agreed, moved, moves_between, rows_of_slots, terms_of
+from tokenloom.training.slot_moves import Held, agreed, moved, moves_between, rows_of_slots, terms_of
 
 
 def by_expert(layer: Any, slots: Mapping[str, torch.Tensor], held: Held, phase: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutations.rules import (
+    balance,
     cache,
     check_network,
     collective,
@@ -46,6 +47,7 @@ MUTATIONS = (
     + host.MUTATIONS
     + masks.MUTATIONS
     + placement.MUTATIONS
+    + balance.MUTATIONS
     + training.MUTATIONS
     + forms.MUTATIONS
     + inference.MUTATIONS

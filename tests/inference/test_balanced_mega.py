@@ -1,0 +1,50 @@
+"""MegaMoE with ``balance="batch"``: the outputs of the layer without, whatever the router does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tokenloom as tl
+from tests.inference.test_placed_mega import PLACED, plan_of
+from tests.support.mega_cases import assert_near, expected, inputs, make_layer, make_mega
+from tests.support.on_ranks import on_ranks
+from tests.support.placements import drawn_placement
+from tokenloom.runtime.processes import RankContext
+
+HOT = {name: replace(PLACED[name], pick="one expert") for name in ("everything of block", "row")}
+
+
+@on_ranks("four")
+@pytest.mark.parametrize("name", [*HOT, "block"])
+@pytest.mark.parametrize("replicated", [False, True], ids=["spare", "replicas"])
+def test_outputs(context: RankContext, name: str, replicated: bool) -> None:
+    """Weights, scales and biases come with the experts; shared experts, behind the slots, stay."""
+    case = HOT.get(name, PLACED[name])
+    layer = make_layer(case, context.num_ranks, context.device)
+    given = inputs(case, layer, context.rank)
+    with make_mega(context, case, layer, "composed") as mega:
+        want = mega(*given)
+    placement = drawn_placement(plan_of(case, context.num_ranks), 2, 3)
+    options = {"placement": placement} if replicated else {"spare_slots": 1}
+    with make_mega(context, case, layer, "composed", balance="batch", **options) as mega:
+        for _ in range(2):
+            assert torch.equal(mega(*given), want)
+        assert_near(mega(*given), expected(case, layer, context.rank))
+        assert "each batch is split over ranks" in mega.describe()
+        stats = mega.comm.balance_stats()
+        assert stats.batches == 3
+        if name in HOT and not replicated:
+            assert stats.split == stats.pulls == 3
+            assert stats.rows < stats.rows_by_placement
+        mega.check()
+
+
+@on_ranks("two")
+def test_refusals(context: RankContext) -> None:
+    """Told to all ranks as the layer is made."""
+    options = {"num_experts": 4, "hidden": 128, "intermediate": 128, "top_k": 2, "max_tokens_per_rank": 4}
+    with pytest.raises(tl.InvalidArgument, match="without a spare slot"):
+        tl.MegaMoE(context.group, **options, backend="composed", balance="batch")  # type: ignore[arg-type]
