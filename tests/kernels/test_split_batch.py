@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.one_gpu import DEVICE, EMULATED, make_kernel, needs_one_gpu, run
+from tests.kernels.one_gpu import DEVICE, EMULATED, EmulatedKernel, make_kernel, needs_one_gpu, run
+from tests.support import emulator
 from tests.support.batch_splits import Batch, Table, drawn_batch, flattened
 from tokenloom.errors import InvalidArgument
+from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.slots_of_routes import launch as slots_launch
 from tokenloom.kernels.split_batch.launch import SplitBatchVariant, make_outputs, point, require_room
 from tokenloom.ops.slots_of_routes import BatchSplit, SlotTable, require_room_to_split
@@ -47,24 +49,51 @@ def table_of(batch: Batch, rank: int, device: str = "cpu") -> SlotTable:
 
 
 class Splitting:
-    """The kernel, and memory that stays where it is."""
+    """The kernels, and memory that stays where it is.
 
-    def __init__(self, num_ranks: int, num_experts: int, slots_per_rank: int) -> None:
-        self.variant = SplitBatchVariant(num_ranks, num_experts, slots_per_rank)
-        self.kernel: Any = make_kernel(self.variant.spec())
-        self.counts = torch.empty(num_ranks, num_experts, dtype=INT32, device=DEVICE)
-        self.outputs = make_outputs(self.variant, torch.device(DEVICE))
+    Args:
+        emulated: on the emulator, wherever other tests run.
+    """
+
+    def __init__(self, num_ranks: int, num_experts: int, slots_per_rank: int, emulated: bool = EMULATED) -> None:
+        self.emulated, self.device = emulated, "cpu" if emulated else DEVICE
+        variant = SplitBatchVariant(num_ranks, num_experts, slots_per_rank)
+        self.kernel = self._make(variant.spec())
+        self.counts = torch.empty(num_ranks, num_experts, dtype=INT32, device=self.device)
+        self.outputs = make_outputs(variant, torch.device(self.device))
+
+    def _make(self, spec: KernelSpec) -> Any:
+        return EmulatedKernel(spec, 0) if self.emulated else make_kernel(spec)
+
+    def _run(self, kernel: Any, blocks: int) -> None:
+        if self.emulated:
+            kernel.launch(blocks, 0)
+        else:
+            run(kernel, blocks)
 
     def split(self, table: SlotTable, counts: np.ndarray, rank: int, rows_per_pull: int, always: bool) -> BatchSplit:
         """Run the kernel."""
         self.counts.copy_(torch.from_numpy(counts))
         for each in self.outputs:
             each.fill_(UNWRITTEN)
-        there = tuple(each.to(DEVICE) for each in (table.starts, table.slots, table.experts, table.masked))
-        point(self.kernel.args, self.counts, there, self.outputs, rank, rows_per_pull, always)
-        run(self.kernel, 1)
+        starts, slots, experts, masked = (
+            each.to(self.device) for each in (table.starts, table.slots, table.experts, table.masked)
+        )
+        given = starts, slots, experts, masked
+        point(self.kernel.args, self.counts, given, self.outputs, rank, rows_per_pull, always)
+        self._run(self.kernel, 1)
         shares, summary, slot_experts, before, heads = self.outputs
         return BatchSplit(slot_experts, before, heads, shares, summary)
+
+    def slots_of_routes(self, table: SlotTable, ids: torch.Tensor, rank: int, split: BatchSplit) -> torch.Tensor:
+        """Run the other kernel."""
+        kernel = self._make(slots_launch.SlotsOfRoutesVariant(len(table.starts) - 1, split=True).spec())
+        there, slots = ids.to(self.device), torch.full(ids.shape, UNWRITTEN, dtype=INT32, device=self.device)
+        starts, of_experts = table.starts.to(self.device), table.slots.to(self.device)
+        blocks = slots_launch.point(kernel.args, there, slots, starts, of_experts, rank)
+        slots_launch.point_to_split(kernel.args, split.shares, split.heads, split.before)
+        self._run(kernel, blocks)
+        return slots.cpu()
 
 
 def require_same(found: BatchSplit, want: BatchSplit) -> None:
@@ -102,15 +131,21 @@ def ids_of(counts: Sequence[int], seed: int, dtype: torch.dtype) -> torch.Tensor
     return ids[torch.randperm(len(ids), generator=generator)][:, None].to(dtype)
 
 
-def slots_by_kernel(table: SlotTable, ids: torch.Tensor, rank: int, split: BatchSplit) -> torch.Tensor:
-    """Slots of routes, by the other kernel."""
-    kernel = make_kernel(slots_launch.SlotsOfRoutesVariant(len(table.starts) - 1, split=True).spec())
-    there, slots = ids.to(DEVICE), torch.full(ids.shape, UNWRITTEN, dtype=INT32, device=DEVICE)
-    starts, of_experts = table.starts.to(DEVICE), table.slots.to(DEVICE)
-    blocks = slots_launch.point(kernel.args, there, slots, starts, of_experts, rank)
-    slots_launch.point_to_split(kernel.args, split.shares, split.heads, split.before)
-    run(kernel, blocks)
-    return slots.cpu()
+def check_slots(splitting: Splitting, seed: int, dtype: torch.dtype) -> int:
+    """Two sources find their own routes' slots in what the kernel left. Returns: shares of the slot with most."""
+    batch, most = drawn_batch(seed, (4, 8, 2)), 0
+    counts = batch.counts * 8
+    counts[0, seed % 8] += 900
+    for rank in {0, 3} - {*batch.masked}:
+        table = table_of(batch, rank)
+        split = splitting.split(table, counts, rank, 0, True)
+        want = table.split(torch.from_numpy(counts), 0, True)
+        require_same(split, want)
+        ids = ids_of(counts[rank].tolist(), seed, dtype)
+        slots = table.slots_of_routes(ids, None, want)
+        assert torch.equal(splitting.slots_of_routes(table, ids, rank, split), slots)
+        most = max(most, *torch.bincount(want.shares[:, 0].long()).tolist(), 0)
+    return most
 
 
 def test_too_many_slots() -> None:
@@ -137,6 +172,15 @@ def test_chains() -> None:
     ids = torch.zeros(9, 1, dtype=torch.int64)
     slots = table_of(batch, 0).slots_of_routes(ids, None, split._replace(before=torch.zeros(6, dtype=INT32)))
     assert slots.flatten().tolist() == [0] * 4 + [5] * 2 + [3] * 3
+
+
+@pytest.mark.skipif(emulator.CXX is None, reason="no g++")
+def test_on_the_emulator() -> None:
+    """Some of the tests below, wherever this runs."""
+    splitting = Splitting(4, 8, 4, emulated=True)
+    for seed in range(24):
+        check(splitting, drawn_batch(seed, (4, 8, 2)), seed % 4)
+    assert max(check_slots(splitting, seed, torch.int64) for seed in range(3)) > 1
 
 
 class TestKernel:
@@ -223,32 +267,19 @@ class TestKernel:
 
     @pytest.mark.parametrize("dtype", [INT32, torch.int64], ids=str)
     def test_slots_of_routes(self, dtype: torch.dtype) -> None:
-        """Every source finds its own routes' slots in what the kernel left; several blocks, chains of several."""
+        """Several blocks, and slots with several shares."""
         splitting = Splitting(4, 8, 4)
-        longest = 0
-        for seed in range(6):
-            batch = drawn_batch(seed, (4, 8, 2))
-            counts = batch.counts * 8
-            counts[0, seed] += 900
-            for rank in {0, 3} - {*batch.masked}:
-                table = table_of(batch, rank)
-                split = splitting.split(table, counts, rank, 0, True)
-                want = table.split(torch.from_numpy(counts), 0, True)
-                require_same(split, want)
-                ids = ids_of(counts[rank].tolist(), seed, dtype)
-                slots = table.slots_of_routes(ids, None, want)
-                assert torch.equal(slots_by_kernel(table, ids, rank, split), slots)
-                longest = max(longest, *torch.bincount(want.shares[:, 0].long()).tolist(), 0)
-        assert longest > 1, "some slot has several shares"
+        assert max(check_slots(splitting, seed, dtype) for seed in range(6)) > 1
 
     def test_slots_without_shares(self) -> None:
         """Where nothing is split, routes stay where the placement has them, with replicas and without."""
         for table_now in (default_table(2, 4, 1), [[0, 1, 3], [2, 3, -1]]):
             batch = Batch(np.full((2, 4), 3), table_now, (), False, 100)
             table = table_of(batch, 1)
-            split = splitting_of(batch).split(table, batch.counts, 1, 100, False)
+            splitting = splitting_of(batch)
+            split = splitting.split(table, batch.counts, 1, 100, False)
             ids = ids_of([3] * 4, 5, torch.int64)
-            assert torch.equal(slots_by_kernel(table, ids, 1, split), table.slots_of_routes(ids))
+            assert torch.equal(splitting.slots_of_routes(table, ids, 1, split), table.slots_of_routes(ids))
 
 
 @pytest.mark.skipif(EMULATED, reason="tensors of the emulator are the CPU's")
