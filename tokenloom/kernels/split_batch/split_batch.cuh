@@ -1,8 +1,8 @@
 // The planner of balanced batches, see tokenloom/ops/split_batch.py, whose results these are, bit for bit.
 //
 // One block counts the routes of each slot, a thread for each expert, and of each rank, a warp for each. One warp then
-// moves routes from slot to slot. What it looks for, it finds by reductions of all lanes, to which each lane brings the
-// best of its own: lane l has ranks l and l + 32, and of each rank slots l, l + 32 and so on.
+// moves routes from slot to slot. What it looks for, it finds by reductions, to which each lane brings the best of its
+// own: lane l has ranks l and l + 32, and of each rank slots l, l + 32 and so on.
 #pragma once
 #include "device/ptx/memory.cuh"
 #include "device/tile/shares.cuh"
@@ -14,7 +14,7 @@ struct SplitBatchArgs {
     const int32* experts;  // [W * S], the expert in each slot, -1 for none, and for all of masked ranks
     const int32* masked;   // [W], whether a rank takes no part
     Share* shares;         // [(W - 1) * S], of each slot the last routes come first
-    int32* summary;        // routes of the fullest rank by the placement and by the split, most pulls of a rank, shares
+    int32* summary;        // rows of the fullest rank by the placement and by the split, most pulls of a rank, shares
     int32* slot_experts;   // [W * S], the expert in each slot by the split
     int32* before;         // [W * S], routes of earlier sources to each slot by the placement
     int32* heads;          // [W * S], the share of each slot that begins first, or -1
@@ -188,6 +188,7 @@ __device__ void split_batch(const SplitBatchArgs& args) {
     auto& memory = *reinterpret_cast<Memory*>(dynamic);
     constexpr int kWarps = Shape::threads / 32, kOfLane = (Shape::num_ranks + 31) / 32;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // Loaded early: the warp that plans would wait for it alone.
     bool is_masked[kOfLane];
 #pragma unroll
     for (int j = 0; j < kOfLane; ++j) {
