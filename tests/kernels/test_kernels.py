@@ -60,6 +60,8 @@ QUICK = {
     "send_routes, large, bf16",
     "pack_tokens, h7168 bf16",
     "sum_routes, large",
+    "slots_of_routes, 256 experts, split",
+    "split_batch, 34 slots of 8 ranks",
 }
 """One of each kernel, and of the ways through it."""
 

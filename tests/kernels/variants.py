@@ -17,6 +17,7 @@ from tokenloom.kernels.common import LAYOUTS, Variant, short_name
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.kernels.row_weights.launch import RowWeightsVariant
 from tokenloom.kernels.slots_of_routes.launch import MAX_EXPERTS, SlotsOfRoutesVariant
+from tokenloom.kernels.split_batch.launch import SplitBatchVariant
 from tokenloom.plan import ROUTE_LAYOUTS, Plan, align_up
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -321,6 +322,19 @@ _NAMED: list[Named] = [
     ),
     # Shared memory grows with the experts.
     *((f"slots_of_routes, {e} experts", SlotsOfRoutesVariant(e)) for e in (1, 256, MAX_EXPERTS)),
+    *((f"slots_of_routes, {e} experts, split", SlotsOfRoutesVariant(e, split=True)) for e in (1, 256, MAX_EXPERTS)),
+    # Alone; as a rule; a rank to each lane, and two; more slots than a warp looks at in one go; the most of them.
+    *(
+        (f"split_batch, {slots} slots of {num_ranks} ranks", SplitBatchVariant(num_ranks, num_experts, slots))
+        for num_ranks, num_experts, slots in (
+            (1, 1, 1),
+            (8, 256, 34),
+            (32, 256, 10),
+            (64, 512, 9),
+            (8, 1000, 200),
+            (2, MAX_EXPERTS, MAX_EXPERTS),
+        )
+    ),
     *COMPUTE_VARIANTS,
 ]
 

@@ -6,34 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.placements import drawn_placement
+from tests.support.batch_splits import Table, drawn_batch, drawn_counts, flattened
 from tokenloom import reference
 from tokenloom.ops.split_batch import Split, routes_of_slots, split_batch
 from tokenloom.plan import Plan
-
-Table = list[list[int]]
-
-
-def drawn_counts(generator: np.random.Generator, num_ranks: int, num_experts: int) -> np.ndarray:
-    """Routes of each source to each expert: even, skewed, all to one expert, or none of some sources."""
-    popularity = np.exp(generator.choice([0.0, 0.5, 1.0, 2.0, 6.0]) * generator.standard_normal(num_experts))
-    tokens = generator.integers(0, generator.choice([2, 20, 300]), num_ranks)
-    return np.stack([generator.multinomial(each, popularity / popularity.sum()) for each in tokens])
-
-
-def drawn_table(generator: np.random.Generator, num_ranks: int, num_experts: int) -> Table:
-    """A placement with replicas, empty slots, both or neither."""
-    spare = int(generator.integers(0, 4))
-    local = num_experts // num_ranks
-    if generator.random() < 0.5:
-        return [[*range(rank * local, (rank + 1) * local), *[-1] * spare] for rank in range(num_ranks)]
-    plan = Plan(num_ranks, num_experts, 8, 1, 1)
-    return drawn_placement(plan, spare, int(generator.integers(1 << 30))).to_tensor().tolist()
-
-
-def flattened(table: Table, masked: tuple[int, ...]) -> list[int]:
-    """The expert in each slot of all ranks, those of masked ones left out."""
-    return [-1 if rank in masked else each for rank, row in enumerate(table) for each in row]
 
 
 def loads_after(split: Split, before: np.ndarray, num_ranks: int) -> list[int]:
@@ -77,34 +53,24 @@ def check(counts: np.ndarray, table: Table, masked: tuple[int, ...], always: boo
     return split
 
 
-def draw(seed: int) -> tuple[np.ndarray, Table, tuple[int, ...], bool, int]:
-    generator = np.random.default_rng(seed)
-    num_ranks = int(generator.choice([1, 2, 3, 4, 8]))
-    num_experts = num_ranks * int(generator.choice([1, 2, 4]))
-    table, counts = drawn_table(generator, num_ranks, num_experts), drawn_counts(generator, num_ranks, num_experts)
-    masked = tuple(rank for rank in range(1, num_ranks) if generator.random() < 0.2)
-    counts[list(masked)] = 0
-    return counts, table, masked, bool(generator.random() < 0.5), int(generator.choice([0, 1, 5, 40]))
-
-
 @pytest.mark.parametrize("part", range(4))
 def test_what_every_split_keeps(part: int) -> None:
     """Random counts and placements."""
     for seed in range(part * 150, (part + 1) * 150):
-        check(*draw(seed))
+        check(*drawn_batch(seed))
 
 
 @pytest.mark.slow
 def test_of_many() -> None:
     """The same of 10^5."""
     for seed in range(10_000, 110_000):
-        check(*draw(seed))
+        check(*drawn_batch(seed))
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_equals_the_reference(seed: int) -> None:
     """The reference moves one route after the other."""
-    counts, table, masked, always, rows_per_pull = draw(seed)
+    counts, table, masked, always, rows_per_pull = drawn_batch(seed)
     counts = np.minimum(counts, 30)
     num_ranks, num_experts = counts.shape
     generator = torch.Generator().manual_seed(seed)

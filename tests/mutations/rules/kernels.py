@@ -9,6 +9,7 @@ EXPIRED = "tests/kernels/test_expired_calls.py"
 LAUNCH = "tests/jit/test_launch.py"
 TILES = "tests/kernels/test_expert_tiles.py"
 TURNS = "tests/jit/test_cache_turns.py"
+SPLIT = "tests/kernels/test_split_batch.py::test_on_the_emulator"
 ONE_SCALE = "tests/backends/test_gin.py::test_one_scale_for_each_row"
 
 LAUNCHES = (
@@ -200,4 +201,22 @@ GEMM_TILES = (
       "tests/kernels/test_roles.py::test_numbers_are_the_same_on_both_sides"),
 )
 
-MUTATIONS = LAUNCHES + COMPILED_ONCE + EXPIRED_CALLS + QUANTISED_ROWS + GEMM_TILES
+SPLITS = (
+    M("helpers-pull-what-they-have", "a helper computes an expert that it has in another slot, too",
+      "kernels/split_batch/split_batch.cuh:split_loads", "here == expert ? i : here < 0", "here < 0", SPLIT),
+    M("masked-ranks-help", "a rank that is gone gets routes of others",
+      "kernels/split_batch/split_batch.cuh:split_loads", "&& !is_masked[j]", "", SPLIT),
+    M("all-sources-are-earlier", "the routes of a source come behind those of all sources",
+      "kernels/split_batch/split_batch.cuh:count_expert", "if (first + j < args.rank) whole_before += whole;",
+      "whole_before += whole;", SPLIT),
+    M("shares-of-what-does-not-pay", "routes go by a split that does not pay",
+      "kernels/split_batch/split_batch.cuh:split_batch", "is_split ? memory.heads[slot] : -1", "memory.heads[slot]",
+      SPLIT),
+    M("shares-begin-one-late", "the first route of a share stays with those before it",
+      "device/tile/shares.cuh:target_of_route", "share.first > place", "share.first >= place", SPLIT),
+    M("experts-with-shares-are-not-counted", "routes to an expert's only slot are all its first, whatever its shares",
+      "kernels/slots_of_routes/slots_of_routes.cuh:slots_of_routes",
+      "|| (end > begin && args.heads[args.slots[begin]] >= 0)", "", SPLIT),
+)
+
+MUTATIONS = LAUNCHES + COMPILED_ONCE + EXPIRED_CALLS + QUANTISED_ROWS + GEMM_TILES + SPLITS

@@ -135,6 +135,19 @@ inline unsigned __match_any_sync(unsigned, T value) {
     return mask;
 }
 
+inline int __reduce_add_sync(unsigned, int value) {
+    const uint64_t* all = emulated_meet(emulated_bits(value));
+    unsigned sum = 0;
+    for (int lane = 0; lane < 32; ++lane) sum += emulated_value<unsigned>(all[lane]);
+    return static_cast<int>(sum);
+}
+inline int __reduce_max_sync(unsigned, int value) {
+    const uint64_t* all = emulated_meet(emulated_bits(value));
+    for (int lane = 0; lane < 32; ++lane) value = max(value, emulated_value<int>(all[lane]));
+    return value;
+}
+inline int __reduce_min_sync(unsigned mask, int value) { return ~__reduce_max_sync(mask, ~value); }
+
 inline int __popc(unsigned word) { return __builtin_popcount(word); }
 inline int __ffs(unsigned word) { return __builtin_ffs(static_cast<int>(word)); }
 inline int __ffsll(unsigned long long word) { return __builtin_ffsll(static_cast<long long>(word)); }

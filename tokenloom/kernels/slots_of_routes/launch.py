@@ -23,6 +23,7 @@ class SlotsOfRoutesArgs(ctypes.Structure):
         *uint64_fields("topk_ids", "slot_ids", "starts", "slots"),
         ("routes", ctypes.c_int64),
         *int32_fields("ids_are_int64", "rank"),
+        *uint64_fields("shares", "heads", "before"),
     ]
 
 
@@ -32,16 +33,18 @@ class SlotsOfRoutesVariant:
 
     Attributes:
         num_experts: E, at most :data:`MAX_EXPERTS`.
+        split: routes go on by the split of a batch.
     """
 
     num_experts: int
+    split: bool = False
 
     def __str__(self) -> str:
-        return f"slots_of_routes, e{self.num_experts}"
+        return f"slots_of_routes, e{self.num_experts}{', split' if self.split else ''}"
 
     def spec(self) -> KernelSpec:
         """What to compile and how to launch it: with a block for each THREADS routes."""
-        shape = {"num_experts": self.num_experts, "threads": THREADS}
+        shape = {"num_experts": self.num_experts, "split": int(self.split), "threads": THREADS}
         path = "kernels/slots_of_routes/slots_of_routes.cuh"
         return KernelSpec("slots_of_routes", path, tuple(shape.items()), SlotsOfRoutesArgs, threads=THREADS)
 
@@ -65,3 +68,12 @@ def point(
     args.starts, args.slots, args.rank = starts.data_ptr(), slots.data_ptr(), rank
     args.routes, args.ids_are_int64 = topk_ids.numel(), topk_ids.dtype == torch.int64
     return -(-topk_ids.numel() // THREADS)
+
+
+def point_to_split(args: SlotsOfRoutesArgs, shares: torch.Tensor, heads: torch.Tensor, before: torch.Tensor) -> None:
+    """Fill in what the form by a split has besides.
+
+    Args:
+        shares: int32 [n, 4]. heads, before: int32 [W * S]. As the kernel ``split_batch`` leaves them.
+    """
+    args.shares, args.heads, args.before = shares.data_ptr(), heads.data_ptr(), before.data_ptr()

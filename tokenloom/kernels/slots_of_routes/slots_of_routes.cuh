@@ -6,6 +6,7 @@
 #pragma once
 #include "device/ptx/grid.cuh"
 #include "device/tile/routes.cuh"
+#include "device/tile/shares.cuh"
 
 struct SlotsOfRoutesArgs {
     const void* topk_ids;  // [routes], int32 or int64
@@ -15,9 +16,30 @@ struct SlotsOfRoutesArgs {
     int64 routes;
     int32 ids_are_int64;
     int32 rank;
+    const Share* shares;  // by a split: of all slots
+    const int32* heads;   // [W * S], the share of each slot that begins first, or -1
+    const int32* before;  // [W * S], routes of earlier sources to each slot by the placement
 };
 
-// Adds the routes before `end` to the counts of experts that have several slots.
+// By a split, a bit beside where an expert's slots begin, in shared memory: its routes are counted.
+constexpr int32 kCounted = 1 << 30;
+
+template <class Shape>
+__device__ __forceinline__ int32 begin_of(const int32* starts, int32 expert) {
+    return Shape::split ? starts[expert] & ~kCounted : starts[expert];
+}
+
+template <class Shape>
+__device__ __forceinline__ int32 replicas_of(const int32* starts, int32 expert) {
+    return begin_of<Shape>(starts, expert + 1) - begin_of<Shape>(starts, expert);
+}
+
+template <class Shape>
+__device__ __forceinline__ bool is_counted(const int32* starts, int32 expert) {
+    return Shape::split ? (starts[expert] & kCounted) != 0 : replicas_of<Shape>(starts, expert) > 1;
+}
+
+// Adds the routes before `end` to the counts of experts that are counted.
 template <class Shape, class Id>
 __device__ void count_routes_before(const Id* ids, int64 end, const int32* starts, int32* counts) {
     constexpr int kAtOnce = 16;  // loads that are on their way together
@@ -28,7 +50,7 @@ __device__ void count_routes_before(const Id* ids, int64 end, const int32* start
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
             const int32 expert = expert_of_id<Shape::num_experts>(id[j]);
-            if (expert >= 0 && starts[expert + 1] - starts[expert] > 1) atomicAdd(&counts[expert], 1);
+            if (expert >= 0 && is_counted<Shape>(starts, expert)) atomicAdd(&counts[expert], 1);
         }
     }
 }
@@ -41,17 +63,21 @@ __device__ void slots_of_routes(const SlotsOfRoutesArgs& args) {
     let_next_kernel_begin();  // a dispatch, which waits for this one
     const int32 expert =
         route < args.routes ? expert_of<Shape::num_experts>(args.topk_ids, args.ids_are_int64, route) : -1;
-    bool any_replicas = false;
+    bool any_counted = false;
     for (int e = threadIdx.x; e < Shape::num_experts; e += Shape::threads) {
         const int32 begin = args.starts[e], end = args.starts[e + 1];
         starts[e] = begin, counts[e] = 0;
         if (e == Shape::num_experts - 1) starts[e + 1] = end;
-        any_replicas = any_replicas || end - begin > 1;
+        any_counted = any_counted || end - begin > 1;
+        if constexpr (Shape::split) {
+            if (end - begin > 1 || (end > begin && args.heads[args.slots[begin]] >= 0))
+                starts[e] |= kCounted, any_counted = true;
+        }
     }
-    any_replicas = __syncthreads_or(any_replicas);
-    const int32 begin = expert >= 0 ? starts[expert] : 0;
-    const int32 replicas = expert >= 0 ? starts[expert + 1] - begin : 0;
-    if (!any_replicas) {
+    any_counted = __syncthreads_or(any_counted);
+    const int32 begin = expert >= 0 ? begin_of<Shape>(starts, expert) : 0;
+    const int32 replicas = expert >= 0 ? replicas_of<Shape>(starts, expert) : 0;
+    if (!any_counted) {
         if (route < args.routes) args.slot_ids[route] = replicas > 0 ? args.slots[begin] : -1;
         return;
     }
@@ -59,11 +85,11 @@ __device__ void slots_of_routes(const SlotsOfRoutesArgs& args) {
         count_routes_before<Shape>(static_cast<const int64*>(args.topk_ids), first, starts, counts);
     else count_routes_before<Shape>(static_cast<const int32*>(args.topk_ids), first, starts, counts);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const uint32 same = __match_any_sync(~0u, replicas > 1 ? expert : -1);  // faster, the fewer there are to tell apart
+    const bool counts_here = Shape::split ? expert >= 0 && is_counted<Shape>(starts, expert) : replicas > 1;
+    const uint32 same = __match_any_sync(~0u, counts_here ? expert : -1);  // faster, the fewer there are to tell apart
     const int32 earlier = __popc(same & ((1u << lane) - 1));
     int32 index = earlier;
     // Warps take turns, since their order is that of the routes.
-    const bool counts_here = replicas > 1;
     for (int w = 0; w < Shape::threads / 32; ++w) {
         __syncthreads();
         if (w != warp) continue;
@@ -71,6 +97,12 @@ __device__ void slots_of_routes(const SlotsOfRoutesArgs& args) {
         __syncwarp();
         if (counts_here && earlier == 0) counts[expert] += __popc(same);
     }
-    if (route < args.routes)
-        args.slot_ids[route] = replicas > 0 ? args.slots[begin + (args.rank + index) % replicas] : -1;
+    if (route < args.routes) {
+        int32 slot = replicas > 0 ? args.slots[begin + (args.rank + index) % replicas] : -1;
+        if constexpr (Shape::split) {
+            if (counts_here)
+                slot = target_of_route(args.shares, args.heads[slot], slot, args.before[slot] + index / replicas);
+        }
+        args.slot_ids[route] = slot;
+    }
 }
