@@ -149,7 +149,7 @@ class CollectiveBackend:
     def gather_counts(self, kind: DispatchKind, counts: torch.Tensor) -> tuple[torch.Tensor, frozenset[int]]:
         fields = {**dispatch_fields(self._ranks.step, kind), "counts of experts": len(counts)}
         table, absent = handshake(self._ranks, fields, counts, len(counts), None)
-        return torch.from_numpy(table).to(counts.device), absent
+        return torch.from_numpy(table).to(counts.device, torch.int32), absent
 
     def send_dispatch(
         self, kind: DispatchKind, tokens: Tokens, out: DispatchOut | None

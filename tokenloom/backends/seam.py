@@ -581,7 +581,7 @@ class GathersCounts(Protocol):
             counts: int64 [n] on the device.
 
         Returns:
-            (integers [W, n] on the device, ranks that take no part, whose counts are 0). All ranks that do get the
+            (int32 [W, n] on the device, ranks that take no part, whose counts are 0). All ranks that do get the
             same.
 
         Raises:

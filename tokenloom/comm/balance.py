@@ -51,7 +51,7 @@ class Balance:
             summary: of its split, see :class:`tokenloom.ops.slots_of_routes.BatchSplit`.
         """
         split = summary[:1] != summary[1:2]
-        self._sums += torch.cat([self._one, split, summary])
+        self._sums += torch.cat([self._one, split, summary[:3]])
 
     def stats(self) -> BalanceStats:
         """Read the sums, which waits for the device."""

@@ -21,7 +21,7 @@ from tokenloom.comm.engine import Engine, Pending
 from tokenloom.comm.placement import Placement, placement_of, placement_terms, plan_of_slots, require_fits
 from tokenloom.comm.routed import Layout, Routed
 from tokenloom.errors import CommunicatorBroken, InvalidArgument, PeerTimeout
-from tokenloom.ops.slots_of_routes import require_room
+from tokenloom.ops.slots_of_routes import require_room, require_room_to_split
 from tokenloom.plan import ROUTE_LAYOUTS, Plan
 from tokenloom.runtime import topology
 from tokenloom.runtime.rank_group import MAKING, RankGroup
@@ -160,6 +160,8 @@ class Communicator:
                     require_room(ranks.device, num_experts)
                 plan = plan_of_slots(plan, first)
                 check_balance(balance, rows_per_pull, first)
+                if balance is not None and first is not None:
+                    require_room_to_split(ranks.device, ranks.num_ranks, first.slots_per_rank)
                 options = (backend, plan, dtype, num_sms, checked, transport, ranks_per_node)
                 return registry.Request(ranks.transport, ranks.device, *options)
 

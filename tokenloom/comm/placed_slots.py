@@ -78,10 +78,10 @@ class PlacedSlots:
         """Find them by a split of the batch.
 
         Args:
-            counts: integers [W, E], routes of each source rank to each expert.
+            counts: int32 [W, E], routes of each source rank to each expert.
             rows_per_pull, always: when it pays.
         """
-        split = self._table.split(counts, rows_per_pull, always)
+        split = self._table.split(counts, rows_per_pull, always, stream)
         experts = split.slot_experts.view(self.placement.num_ranks, -1)[self._rank]
         slot_ids = self._table.slots_of_routes(topk_ids, stream, split)
         return PlacedBatch(slot_ids, experts, self.placement, split)
