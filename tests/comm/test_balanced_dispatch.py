@@ -9,7 +9,18 @@ import torch
 
 import tokenloom as tl
 from tests.comm.test_placed_dispatch import CASE, HOT, check_trip, trained
-from tests.support.cases import BF16, Case, case_params, expert_rows, make_comm, make_problem, same_bits, same_routed
+from tests.support.cases import (
+    BF16,
+    Case,
+    case_params,
+    each_backend,
+    expert_rows,
+    make_comm,
+    make_problem,
+    same_bits,
+    same_routed,
+)
+from tests.support.graph_cases import Captured
 from tests.support.on_ranks import on_ranks
 from tests.support.placements import balanced, drawn_placement
 from tokenloom import reference
@@ -17,7 +28,7 @@ from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
 
 LAYOUTS = ("token", "rank", "expert", "slots")
-each_backend = pytest.mark.parametrize("backend", ["collective", "network"])
+EMULATED = True
 
 
 def with_spare(plan: Plan, spare: int = 1) -> tl.Placement:
@@ -150,6 +161,40 @@ def test_without_ranks(context: RankContext) -> None:
     assert routed.expert_counts.tolist() == counts[context.rank * per_rank : (context.rank + 1) * per_rank]
 
 
+@on_ranks("hoppers")
+def test_replays_split_anew(context: RankContext) -> None:
+    """A captured dispatch splits each batch by its own routes, without the host, and counts it."""
+    problem = make_problem(replace(CASE, dtype=BF16, ids_dtype=torch.int64), context.num_ranks)
+    hot = make_problem(replace(HOT, dtype=BF16, ids_dtype=torch.int64, seed=5), context.num_ranks)
+    plan, rank, spare = problem.plan, context.rank, problem.plan.experts_per_rank
+    with (
+        make_comm(context, "nvlink", plan, spare_slots=spare, balance="batch", checked=False) as comm,
+        torch.no_grad(),
+    ):
+        given = problem.arguments(context)
+
+        def step() -> tuple[tl.Routed, torch.Tensor, torch.Tensor]:
+            routed = comm.dispatch(*given, sizes="bounded")
+            return routed, routed.slot_experts, comm.combine(routed.tokens, routed)
+
+        captured, before = Captured(step), comm.balance_stats().batches
+        for number, case in enumerate((problem, hot, problem)):
+            for mine, now in zip(given, case.arguments(context), strict=True):
+                if isinstance(mine, torch.Tensor):
+                    assert isinstance(now, torch.Tensor)
+                    mine.copy_(now)
+            captured.replay()
+            routed, experts, out = captured.results
+            by_slot, batch = balanced(case, with_spare(plan, spare), always=True)
+            want = by_slot.dispatched("expert", capacity=by_slot.plan.even_rows(), bounded=True)
+            same_routed(routed, want[rank], by_slot.plan, bounded=True)
+            assert experts.tolist() == batch[rank]
+            ys = [each.tokens for each in want]
+            outs = reference.combine(by_slot.plan, ys, want, by_slot.topk_ids, case.topk_weights, mode="per_route")
+            same_bits(out, outs[rank], "out")
+            assert comm.balance_stats().batches == before + number + 1
+
+
 @on_ranks("two")
 def test_refusals(context: RankContext) -> None:
     """Named before anything is sent."""
@@ -174,13 +219,21 @@ def test_refusals(context: RankContext) -> None:
         make(spare_slots=1).balance_stats()
 
 
-@on_ranks("two")
-def test_faults_and_disagreement(context: RankContext) -> None:
+@on_ranks
+@pytest.mark.slow_on(1, 4)
+@each_backend
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "later"])
+def test_faults_and_disagreement(context: RankContext, backend: str, checked: bool) -> None:
     """A fault of one rank before its counts are told reaches the others, who wait for these; and so do other calls."""
     problem = make_problem(CASE, context.num_ranks)
-    comm = make_comm(context, "collective", problem.plan, spare_slots=2, balance="batch")
+    comm = make_comm(context, backend, problem.plan, spare_slots=2, balance="batch", checked=checked)
+    if context.num_ranks == 1:
+        return
     x, ids, weights = problem.arguments(context)
     for _ in range(2):
+        with pytest.raises(tl.ShapeMismatch if context.rank == 1 else tl.PeerError):
+            comm.dispatch(x[1:] if context.rank == 1 else x, ids, weights)
+    for _ in range(2 if checked or comm.engine.capabilities.reads_on_host else 0):
         bad = torch.full_like(ids, problem.plan.num_experts) if context.rank == 1 else ids
         with pytest.raises(tl.InvalidExpertId if context.rank == 1 else tl.PeerError):
             comm.dispatch(x, bad, weights)
@@ -190,6 +243,6 @@ def test_faults_and_disagreement(context: RankContext) -> None:
     routed = check_trip(context, comm, problem, by_slot, "expert")
     want = by_slot.dispatched("expert")
     ys = expert_rows(by_slot, want, BF16)
-    out = comm.combine(ys[context.rank], routed)
+    out = comm.combine(ys[context.rank].to(context.device), routed)
     outs = reference.combine(by_slot.plan, ys, want, by_slot.topk_ids, problem.topk_weights, mode="per_route")
     same_bits(out, outs[context.rank], "the default of such combines")

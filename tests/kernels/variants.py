@@ -14,6 +14,7 @@ from tests.kernels.compute_variants import COMPUTE_VARIANTS
 from tokenloom.kernels.barrier.launch import BarrierVariant
 from tokenloom.kernels.combine.launch import WEIGHTS, CombineVariant, PreReduceVariant
 from tokenloom.kernels.common import LAYOUTS, Variant, short_name
+from tokenloom.kernels.counts.launch import GatherCountsVariant
 from tokenloom.kernels.dispatch.launch import DispatchVariant
 from tokenloom.kernels.row_weights.launch import RowWeightsVariant
 from tokenloom.kernels.slots_of_routes.launch import MAX_EXPERTS, SlotsOfRoutesVariant
@@ -319,6 +320,13 @@ _NAMED: list[Named] = [
     *(
         (f"barrier, {num_ranks} ranks", BarrierVariant(plan=sized({"num_ranks": num_ranks})[0]))
         for num_ranks in (1, 8, 32, 64)
+    ),
+    *(
+        (
+            f"gather_counts, {told} counts, {num_ranks} ranks",
+            GatherCountsVariant(sized({"num_ranks": num_ranks, "experts_per_rank": slots})[0], told),
+        )
+        for num_ranks, slots, told in ((1, 2, 1), (8, 34, 256), (64, 9, 512), (8, 1000, MAX_EXPERTS))
     ),
     # Shared memory grows with the experts.
     *((f"slots_of_routes, {e} experts", SlotsOfRoutesVariant(e)) for e in (1, 256, MAX_EXPERTS)),

@@ -41,8 +41,9 @@ class Balance:
 
     def __init__(self, rows_per_pull: int, device: torch.device) -> None:
         self.rows_per_pull = rows_per_pull
-        self._sums = torch.zeros(len(BalanceStats._fields), dtype=torch.int64, device=device)
-        self._one = torch.ones(1, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # batches are counted in any mode
+            self._sums = torch.zeros(len(BalanceStats._fields), dtype=torch.int64, device=device)
+            self._one = torch.ones(1, dtype=torch.int64, device=device)
 
     def add(self, summary: torch.Tensor) -> None:
         """Count a batch, on the device alone.

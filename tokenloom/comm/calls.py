@@ -217,7 +217,7 @@ class UserCall(ABC):
                 return self.receive()
             except BaseException:
                 # An open call needs no announcement: the other ranks see its fault.
-                upcoming = [] if engine.open_calls.count > opened else [self.upcoming()]
+                upcoming = self.calls()[engine.open_calls.count - opened :]
                 with engine.sequence(*upcoming):
                     raise
         finally:
@@ -227,11 +227,15 @@ class UserCall(ABC):
         """The same where something is around the call: a profiler, another device, declared calls, another thread."""
         engine = self.engine
         engine.raise_known_errors()
-        with profiler_range(self.range_name), engine.sequence(self.upcoming()):
+        with profiler_range(self.range_name), engine.sequence(*self.calls()):
             if not self.find():
                 self.check()
             self.send(None)
             return self.receive()
+
+    def calls(self) -> list[Upcoming]:
+        """The calls that the ranks open for it: itself, and what comes before."""
+        return [self.upcoming()]
 
     @abstractmethod
     def upcoming(self) -> Upcoming:
@@ -274,7 +278,7 @@ class CallInHalves(UserCall):
         self.split = True
         engine.raise_known_errors()
         self._modes = torch.is_inference_mode_enabled(), is_grad_enabled()
-        with profiler_range(self.range_name), engine.sequence(self.upcoming()):
+        with profiler_range(self.range_name), engine.sequence(*self.calls()):
             if not self.find():
                 self.check()
             self.send(None)
@@ -339,6 +343,9 @@ class DispatchCall(CallInHalves):
         if options is None or dtype not in (*engine.capabilities.dtypes, torch.float8_e4m3fn):
             return Upcoming(self.name, awaited=waits, split=self.split)
         return Upcoming(self.name, options, 1 if options.to_fp8 else dtype.itemsize, waits, self.split)
+
+    def calls(self) -> list[Upcoming]:
+        return self.engine.with_counts([self.upcoming()])
 
     def find(self) -> bool:
         x, ids, weights = self._x, self._topk_ids, self._topk_weights

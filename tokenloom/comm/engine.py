@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Calls
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -184,6 +185,13 @@ class Engine:
         """Prepare combines; see :meth:`tokenloom.backends.seam.Backend.prepare_combine`."""
         return self._backend.prepare_combine(kind, number)
 
+    def with_counts(self, calls: Calls[Upcoming]) -> list[Upcoming]:
+        """The same calls, the first of which is a dispatch: behind one that exchanges counts, where batches are
+        balanced."""
+        if self.balance is None:
+            return list(calls)
+        return [replace(calls[0], name="counts of experts", awaited=False, split=False), *calls]
+
     def place_batch(self, kind: DispatchKind, topk_ids: torch.Tensor, stream: int | None = None) -> PlacedBatch:
         """Find the slots of a batch's routes, by which it is dispatched. Collective where batches are balanced.
 
@@ -199,6 +207,9 @@ class Engine:
         assert self.slots is not None
         counts = routing.count_experts(topk_ids, self.caller_plan.num_experts)
         table, absent = cast(GathersCounts, self._backend).gather_counts(kind, counts)
+        self.open_calls.count += 1
+        if self._sequence is not None:
+            self._sequence.opened()
         self.slots.follow(absent)
         terms = self.balance.rows_per_pull, always_splits(kind.options)
         batch = self.slots.split_routes(topk_ids, table, *terms, stream)

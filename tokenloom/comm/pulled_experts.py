@@ -29,6 +29,8 @@ class PulledExperts:
 
     def __init__(self, engine: Engine, batch: PlacedBatch) -> None:
         assert batch.split is not None
+        if batch.slot_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument("the host lists the experts to pull, which it cannot do in a CUDA graph")
         self._engine = engine
         self.moves = pulls(batch.placement, batch.split.slot_experts.tolist(), engine.masked)
 
@@ -94,7 +96,7 @@ def pull_experts(comm: Communicator, routed: Routed, tensors: Sequence[torch.Ten
             by the placement, are overwritten. The same number of bytes on all ranks.
 
     Raises:
-        InvalidArgument: the dispatch was another communicator's, or batches are not balanced.
+        InvalidArgument: the dispatch was another communicator's, batches are not balanced, or a graph is captured.
         ShapeMismatch, DeviceMismatch: a tensor is not as above.
         PlanMismatch, PeerError: another rank passed something else, or failed.
     """

@@ -456,7 +456,8 @@ class RoutedExperts(nn.Module):
         Args:
             dtype: dtype of the tokens, or None if it is not known.
         """
-        return forward_calls(self.options, 1, self._compute_dtype(dtype), needs_grad=False)
+        calls = forward_calls(self.options, 1, self._compute_dtype(dtype), needs_grad=False)
+        return self.comm.engine.with_counts(calls)
 
     def accumulate_main_grads(self) -> None:
         """Let gradients of experts add to ``main_grad``, if the module does so."""

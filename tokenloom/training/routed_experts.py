@@ -97,7 +97,8 @@ def routed_experts(
             x, tensors = x.to(dtype), cast(tensors, dtype)  # may raise OutOfMemoryError
             sources = sources if tensors[0] is w1 else ()  # copies may outlive what they were made of
     except Exception:
-        with comm.engine.sequence(*forward_calls(options, 1, dtype or x.dtype, needs_grad=False)):
+        calls = forward_calls(options, 1, dtype or x.dtype, needs_grad=False)
+        with comm.engine.sequence(*comm.engine.with_counts(calls)):
             raise
     if dtype is not None and meanwhile is not None:
         meanwhile = torch.autocast(device, dtype)(meanwhile)
@@ -177,7 +178,7 @@ class _Forward:
     def run(self, meanwhile: Callable[[], None] | None, grad_enabled: bool) -> torch.Tensor:
         """Return the output, [T, H]."""
         calls = forward_calls(self.options, len(self.slices), self.x.dtype, any(self.needs))
-        with self.engine.sequence(*calls):
+        with self.engine.sequence(*self.engine.with_counts(calls)):
             if meanwhile is not None:  # first: then its few blocks get SMs before those of GEMMs, which wait
                 with torch.set_grad_enabled(grad_enabled):
                     meanwhile()

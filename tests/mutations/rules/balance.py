@@ -12,7 +12,7 @@ PLANNER, PULLED = "ops.split_batch:split_batch", "comm.pulled_experts:PulledExpe
 MUTATIONS = (
     M("helpers-take-more-than-there-is", "a helper gets more routes than overloaded ranks have too many", PLANNER,
       "wanted = min(-surplus[helper], total)", "wanted = -surplus[helper]", f"{SPLIT}::test_equals_the_reference"),
-    M("masked-ranks-help", "ranks that are gone compute routes of others", PLANNER,
+    M("masked-ranks-take-shares", "ranks that are gone compute routes of others", PLANNER,
       "expert == EMPTY and rank not in masked", "expert == EMPTY", f"{SPLIT}::test_what_every_split_keeps"),
     M("replicas-are-pulled", "a helper pulls an expert that it has", PLANNER,
       "target = slot_of.get((helper, experts[slot]))", "target = None", f"{SPLIT}::test_replicas_need_no_pull"),

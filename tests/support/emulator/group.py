@@ -37,6 +37,7 @@ from tokenloom.backends.peers import backend as backend_module
 from tokenloom.backends.peers import buffers, opening, outcomes
 from tokenloom.backends.peers.backend import NvlinkBackend
 from tokenloom.comm import communicator, communicators_by_shape
+from tokenloom.comm.balance import Balance
 from tokenloom.comm.calls import Kinds
 from tokenloom.comm.engine import Engine
 from tokenloom.comm.placement import placement_of, plan_of_slots
@@ -457,7 +458,8 @@ def _make_communicator(self: tl.Communicator, group: object = None, **options: A
     if ranks.masks_late:
         here.late = backend
     self._choice = SimpleNamespace(backend=backend, why="emulated", not_picked=[])  # type: ignore[assignment]
-    self.engine = Engine(plan, ranks, backend, placement)
+    balance = None if options.get("balance") is None else Balance(options.get("rows_per_pull", 0), ranks.device)
+    self.engine = Engine(plan, ranks, backend, placement, balance)
     self.kinds = Kinds(self.engine)
 
 

@@ -19,6 +19,7 @@ from tokenloom.backends.peers.buffers import RECEIVE_BUFFERS, Buffers, control_l
 from tokenloom.backends.peers.chosen_sms import chosen_sms
 from tokenloom.backends.peers.combine import Combiner
 from tokenloom.backends.peers.copies import Copies
+from tokenloom.backends.peers.counts import gather_counts
 from tokenloom.backends.peers.dispatch import Dispatcher
 from tokenloom.backends.peers.fused import FusedLayerCalls
 from tokenloom.backends.peers.handle import PeerHandle
@@ -72,6 +73,7 @@ CAPABILITIES = Capabilities(
     receive_buffers=RECEIVE_BUFFERS,
     overlaps_pieces=True,
     captures=True,
+    gathers_counts=True,
     takes_sms=True,
     own_node="nvlink",
     other_nodes=None,
@@ -150,6 +152,14 @@ class NvlinkBackend:
         self._combiner = Combiner(self._dispatcher.shared, blocks_alone)
 
     # -- calls ----------------------------------------------------------------------------------------------
+
+    def gather_counts(self, kind: DispatchKind, counts: torch.Tensor) -> tuple[torch.Tensor, frozenset[int]]:
+        if self._late is not None:
+            return self._late.launch(lambda: gather_counts(self._launcher, counts)), self.masked
+        table = gather_counts(self._launcher, counts)
+        if self._checked and not torch.cuda.is_current_stream_capturing():
+            self._launcher.settle(0)
+        return table, self.masked
 
     def prepare_dispatch(self, kind: DispatchKind) -> PreparedDispatch:
         if self._late is not None:

@@ -267,24 +267,25 @@ __device__ Opened await_call(const Call& call, Turn turn) {
     return Opened::kRefused;
 }
 
-// All ranks' counts are here, of a call that has opened. A block calls it with all its threads. False: a wait has expired.
-template <int kRanks, int kCounts, int kThreads, int kNodeRanks = kRanks>
+// All ranks' counts, or the first kTold of each rank, are here, of a call that has opened. A block calls it with all its
+// threads. False: a wait has expired.
+template <int kRanks, int kCounts, int kThreads, int kNodeRanks = kRanks, int kTold = kCounts>
 __device__ bool await_counts(const Call& call, Turn turn) {
     constexpr int kAtOnce = 4;  // loads of a thread
     const StampedWord* all = headers_of<kRanks, kCounts>(call, turn.epoch) + kHeaderWords;
-    const auto word_of = [&](int i) { return all + i / kCounts * header_words<kCounts> + i % kCounts; };
+    const auto word_of = [&](int i) { return all + i / kTold * header_words<kCounts> + i % kTold; };
     bool here = true;
-    for (int i = threadIdx.x; i < kRanks * kCounts; i += kAtOnce * kThreads) {
+    for (int i = threadIdx.x; i < kRanks * kTold; i += kAtOnce * kThreads) {
         uint32 seen[kAtOnce];
 #pragma unroll
         for (int j = 0, at = i; j < kAtOnce; ++j, at += kThreads)
-            seen[j] = at < kRanks * kCounts ? load_relaxed_sys(word_of(at)).epoch : turn.epoch;
+            seen[j] = at < kRanks * kTold ? load_relaxed_sys(word_of(at)).epoch : turn.epoch;
 #pragma unroll
         for (int j = 0, at = i; j < kAtOnce; ++j, at += kThreads) {
-            if (seen[j] == turn.epoch || turn.leaves_out<kRanks>(at / kCounts)) continue;
+            if (seen[j] == turn.epoch || turn.leaves_out<kRanks>(at / kTold)) continue;
             StampedWord count;
             here = here && wait_for_word(word_of(at), turn.epoch, deadline_of(call),
-                                         writer_for<kRanks, kNodeRanks>(call, at / kCounts), count);
+                                         writer_for<kRanks, kNodeRanks>(call, at / kTold), count);
         }
     }
     fence_acquire_sys();
