@@ -16,6 +16,7 @@ from tokenloom.kernels.combine.launch import WEIGHTS, CombineVariant, PreReduceV
 from tokenloom.kernels.common import LAYOUTS, Variant, short_name
 from tokenloom.kernels.counts.launch import GatherCountsVariant
 from tokenloom.kernels.dispatch.launch import DispatchVariant
+from tokenloom.kernels.pull.launch import MOST_SLOTS, PullExpertsVariant
 from tokenloom.kernels.row_weights.launch import RowWeightsVariant
 from tokenloom.kernels.slots_of_routes.launch import MAX_EXPERTS, SlotsOfRoutesVariant
 from tokenloom.kernels.split_batch.launch import SplitBatchVariant
@@ -328,6 +329,7 @@ _NAMED: list[Named] = [
         )
         for num_ranks, slots, told in ((1, 2, 1), (8, 34, 256), (64, 9, 512), (8, 1000, MAX_EXPERTS))
     ),
+    *((f"pull_experts, {slots} slots", PullExpertsVariant(slots)) for slots in (1, 34, MOST_SLOTS)),
     # Shared memory grows with the experts.
     *((f"slots_of_routes, {e} experts", SlotsOfRoutesVariant(e)) for e in (1, 256, MAX_EXPERTS)),
     *((f"slots_of_routes, {e} experts, split", SlotsOfRoutesVariant(e, split=True)) for e in (1, 256, MAX_EXPERTS)),

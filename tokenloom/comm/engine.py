@@ -204,15 +204,34 @@ class Engine:
         """
         if self.balance is None:
             return self.slots_of_now().place_routes(topk_ids, stream)
+
+        def gather(counts: torch.Tensor) -> tuple[torch.Tensor, frozenset[int]]:
+            return cast(GathersCounts, self._backend).gather_counts(kind, counts)
+
+        return self.split_batch(topk_ids, gather, always_splits(kind.options), stream)
+
+    def split_batch(
+        self,
+        topk_ids: torch.Tensor,
+        gather: Callable[[torch.Tensor], tuple[torch.Tensor, frozenset[int]]],
+        always: bool,
+        stream: int | None,
+    ) -> PlacedBatch:
+        """Find the slots of a balanced batch's routes. Collective.
+
+        Args:
+            gather: opens the call that exchanges counts, see :class:`tokenloom.backends.seam.GathersCounts`.
+            always: split it whether it pays or not.
+            others: as in :meth:`place_batch`.
+        """
+        assert self.balance is not None
         assert self.slots is not None
-        counts = routing.count_experts(topk_ids, self.caller_plan.num_experts)
-        table, absent = cast(GathersCounts, self._backend).gather_counts(kind, counts)
+        table, absent = gather(routing.count_experts(topk_ids, self.caller_plan.num_experts))
         self.open_calls.count += 1
         if self._sequence is not None:
             self._sequence.opened()
         self.slots.follow(absent)
-        terms = self.balance.rows_per_pull, always_splits(kind.options)
-        batch = self.slots.split_routes(topk_ids, table, *terms, stream)
+        batch = self.slots.split_routes(topk_ids, table, self.balance.rows_per_pull, always, stream)
         assert batch.split is not None
         self.balance.add(batch.split.summary)
         return batch

@@ -35,11 +35,12 @@ class PlacedSlots:
 
     Attributes:
         placement: the one that rules.
+        table: on the device.
     """
 
     def __init__(self, placement: Placement, rank: int, device: torch.device, masked: frozenset[int]) -> None:
         self._rank, self._masked = rank, masked
-        self._table = SlotTable(placement.num_experts, placement.num_ranks, placement.slots_per_rank, rank, device)
+        self.table = SlotTable(placement.num_experts, placement.num_ranks, placement.slots_per_rank, rank, device)
         # In memory that stays where it is, and in a tensor of its own for each placement.
         self._experts_of_replays = torch.empty(placement.slots_per_rank, dtype=torch.int32, device=device)
         self.place(placement)
@@ -66,11 +67,11 @@ class PlacedSlots:
         return self._experts_of_replays if captured else self._experts
 
     def _write(self) -> None:
-        self._table.write(self.placement.slot_ids(without=self._masked), self._masked)
+        self.table.write(self.placement.slot_ids(without=self._masked), self._masked)
 
     def place_routes(self, topk_ids: torch.Tensor, stream: int | None) -> PlacedBatch:
         """Find the slots of a batch's routes, by the placement alone."""
-        return PlacedBatch(self._table.slots_of_routes(topk_ids, stream), self.local_experts(), self.placement)
+        return PlacedBatch(self.table.slots_of_routes(topk_ids, stream), self.local_experts(), self.placement)
 
     def split_routes(
         self, topk_ids: torch.Tensor, counts: torch.Tensor, rows_per_pull: int, always: bool, stream: int | None
@@ -81,7 +82,7 @@ class PlacedSlots:
             counts: int32 [W, E], routes of each source rank to each expert.
             rows_per_pull, always: when it pays.
         """
-        split = self._table.split(counts, rows_per_pull, always, stream)
+        split = self.table.split(counts, rows_per_pull, always, stream)
         experts = split.slot_experts.view(self.placement.num_ranks, -1)[self._rank]
-        slot_ids = self._table.slots_of_routes(topk_ids, stream, split)
+        slot_ids = self.table.slots_of_routes(topk_ids, stream, split)
         return PlacedBatch(slot_ids, experts, self.placement, split)

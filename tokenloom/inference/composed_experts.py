@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +13,7 @@ from tokenloom.comm.communicator import Communicator, Mode, Recipe
 from tokenloom.comm.pulled_experts import PulledExperts
 from tokenloom.comm.routed import Layout, Routed
 from tokenloom.errors import InvalidArgument
+from tokenloom.inference.mega_weights import Experts
 from tokenloom.inference.schedules import MegaSchedule
 from tokenloom.inference.trace import MegaTimes
 from tokenloom.ops.gemm import ALIGNMENT_BYTES, Biases, check_device, grouped_gemm_fp8, grouped_swiglu_fp8
@@ -74,6 +76,13 @@ class ComposedExperts:
             packed: none, as ``kept_as`` says.
         """
         self._weights, self._biases = weights, biases
+
+    def own_weights(self, given: Experts) -> Experts:
+        """Copy weights that were converted."""
+        return replace(given, weights=tuple(tensor.clone() for tensor in given.weights))
+
+    def require_foreign_weights(self) -> None:
+        """Weights may be in any memory: they travel as messages."""
 
     def trace(self) -> MegaTimes:
         raise InvalidArgument("only the kernels of backend 'nvlink' can be traced")

@@ -109,8 +109,9 @@ class MegaMoE:
         placement: as in ``Communicator``: which slots of which ranks hold which experts. Weights then lie by slot, and
             ids stay those of experts. ``move_experts`` changes it, weights and all.
         spare_slots: as in ``Communicator``: instead of a placement, the default one with so many empty slots more.
-        balance: as in ``Communicator``, with backend "composed" so far. "batch" splits each call's routes evenly over
-            the ranks, which pull experts into their empty slots. Results keep their bits.
+        balance: as in ``Communicator``: "batch" splits each call's routes evenly over the ranks, which pull experts
+            into their empty slots. Results keep their bits. On "nvlink" the host waits for nothing, weights come by
+            ``load_weights``, and a rank cannot ``rejoin``.
         rows_per_pull: as in ``Communicator``.
         rejoin: as in ``Communicator``. Load the weights again, or take those of replicas by ``move_experts(placement,
             stale=[rank])`` on all ranks. Graphs that were captured before leave this rank out.
@@ -203,6 +204,11 @@ class MegaMoE:
             if schedule is not None and not isinstance(schedule, MegaSchedule):
                 raise InvalidArgument(f"schedule is {schedule!r}, expected a MegaSchedule, or None")
             require_recipe(recipe)
+            if rejoin and balance is not None and backend == "nvlink":
+                raise InvalidArgument(
+                    "rejoin=True with balance='batch': peers read weights in memory that all make together; make "
+                    "the layers of all ranks anew"
+                )
             padded = align_up(intermediate, BLOCK)
             self._experts = implementation(self.comm, padded, shared, power_of_two_scales, recipe)
             self._experts.set_activation(form, fast_math)
@@ -273,6 +279,8 @@ class MegaMoE:
         experts: Sequence[int] | None = None,
     ) -> None:
         """Copy this rank's experts, with gates and ups of w1 in turn. Captured graphs use the new values too.
+
+        With ``balance`` on backend "nvlink" the first load is collective, since it makes memory that others read.
 
         The L = E / W + S experts are this rank's own, then the shared ones, which are the same on all ranks. Tensors
         may have any strides. With a placement, or with ``experts``, L is another number: all E experts, or those of
@@ -348,7 +356,8 @@ class MegaMoE:
                 if old is not None and new is not None:
                     old.copy_(new)
         else:
-            self._use(tuple(tensor.clone() for tensor in found.weights), biases, found.packed)
+            own = self._experts.own_weights(found)
+            self._use(own.weights, own.biases, own.packed)
             self._weights_are_ours, self._kept = True, keep
         self._weight_reports = found.reports
 
@@ -389,6 +398,7 @@ class MegaMoE:
         Raises:
             ShapeMismatch, DtypeMismatch, DeviceMismatch: a tensor is not as above.
         """
+        self._experts.require_foreign_weights()
         weights, biases = (w1, w1_scales, w2, w2_scales), (w1_bias, w2_bias)
         shapes = self._forms.padded_shapes(self._num_local)
         tensors = [w for w in (w1, w2) if isinstance(w, torch.Tensor)]

@@ -44,6 +44,13 @@ class Experts:
         """All that there are, in a fixed order."""
         return [*self.weights, *self.packed, *(bias for bias in self.biases if bias is not None)]
 
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Experts:
+        """The same with others in their places, which lie as ``tensors``."""
+        rest = list(tensors)
+        weights, packed = (tuple(rest.pop(0) for _ in each) for each in (self.weights, self.packed))
+        w1_bias, w2_bias = (None if bias is None else rest.pop(0) for bias in self.biases)
+        return Experts(weights, (w1_bias, w2_bias), packed, self.reports)
+
 
 class WeightForms:
     """Converts and checks the experts of one layer, any number of them at once.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,8 @@ from tokenloom.comm.engine import Sequence
 from tokenloom.errors import InvalidArgument
 from tokenloom.inference.expert_memory import ExpertMemory
 from tokenloom.inference.mega_gemms import MegaGemms
+from tokenloom.inference.mega_weights import Experts
+from tokenloom.inference.peer_weights import PeerWeights
 from tokenloom.inference.schedules import MegaSchedule, schedule_for
 from tokenloom.inference.trace import MegaTimes
 from tokenloom.jit.kernel import Kernel
@@ -90,6 +92,7 @@ class NvlinkExperts:
         self._sums.overlaps_previous = True
         self._senders_of: dict[torch.dtype, Senders] = {}
         self._times: MegaTimes | None = None
+        self._peer_weights: PeerWeights | None = None
 
     def describe(self) -> str:
         """Say how much memory the layer takes from the first call on."""
@@ -108,6 +111,21 @@ class NvlinkExperts:
     ) -> None:
         """Do what ``MegaGemms.use_weights`` says."""
         self._gemms.use_weights(weights, biases, packed)
+
+    def own_weights(self, given: Experts) -> Experts:
+        """Copy weights that were converted. Collective where batches are balanced: peers read them then."""
+        if self._comm.engine.balance is None:
+            return replace(given, weights=tuple(tensor.clone() for tensor in given.weights))
+        self._peer_weights = PeerWeights(self._comm.engine, given.tensors)
+        return given.with_tensors(self._peer_weights.tensors)
+
+    def require_foreign_weights(self) -> None:
+        """Raise InvalidArgument where peers read the weights, which they cannot do in any memory."""
+        if self._comm.engine.balance is not None:
+            raise InvalidArgument(
+                "with balance='batch' other ranks pull experts, and they cannot read weights in the caller's memory; "
+                "use load_weights, which copies them to where they can"
+            )
 
     def trace(self) -> MegaTimes:
         """Do what ``MegaMoE.trace`` says."""
@@ -135,11 +153,13 @@ class NvlinkExperts:
         engine = self._comm.engine
         if self._calls.is_stale:
             self._renew()
+        calls = len(engine.with_counts(self.upcoming))
         if engine.needs_no_sequence() and not engine.open_calls.any_open():
             engine.ranks.require_alive()
-            return self._calls.make_room()
+            stream = self._calls.make_room(calls)
+            return stream if engine.balance is None else None
         engine.raise_known_errors()
-        self._calls.make_room()
+        self._calls.make_room(calls)
         return None
 
     def forward(
@@ -161,7 +181,7 @@ class NvlinkExperts:
         """
         engine = self._comm.engine
         known_stream = self.ready_stream()
-        with engine.sequence(*self.upcoming) as sequence:
+        with engine.sequence(*engine.with_counts(self.upcoming)) as sequence:
             late = self._calls.late
             if late is None:
                 return self._launch(
@@ -170,7 +190,7 @@ class NvlinkExperts:
             counted = None if expert_stats is None else torch.empty_like(expert_stats)
 
             def launch() -> torch.Tensor:
-                sequence.upcoming[:] = self.upcoming  # of a call that is made again, too
+                sequence.upcoming[:] = engine.with_counts(self.upcoming)  # of a call that is made again, too
                 if self._calls.is_stale:
                     self._renew()
                 if counted is not None:
@@ -216,7 +236,14 @@ class NvlinkExperts:
             self._calls.follow()  # the except branch zeros memory that the previous call may still read
         try:
             tokens, ids = aligned(tokens), aligned(topk_ids)
-            if engine.slots is not None:
+            if engine.balance is not None:
+                batch = engine.split_batch(ids, self._calls.gather_counts, False, known_stream)
+                assert self._peer_weights is not None
+                assert batch.split is not None
+                ids = batch.slot_ids
+                self._peer_weights.pull(batch.split, stream)
+                after_stage("pull")
+            elif engine.slots is not None:
                 ids = engine.slots_of_now().place_routes(ids, known_stream).slot_ids
             scales_at, sender = 0 if scales is None else scales.data_ptr(), senders.packing_sender
             if len(tokens) > schedule.send_sms * senders.max_tokens_per_block:
@@ -306,6 +333,8 @@ class NvlinkExperts:
         }
         memory, calls = self._memory, self._calls
         calls.make_memory(fields)
+        if self._peer_weights is not None:
+            calls.keep(self._peer_weights)
         memory.allocate(self._comm.device)
         calls.prepare_meetings(memory.met, memory.counted)
         parts = ("offsets", "expected", "begun", "packed", "block_counts", "order")

@@ -42,6 +42,7 @@ from tokenloom.comm.calls import Kinds
 from tokenloom.comm.engine import Engine
 from tokenloom.comm.placement import placement_of, plan_of_slots
 from tokenloom.errors import PeerTimeout
+from tokenloom.inference import peer_weights
 from tokenloom.jit import kernel
 from tokenloom.jit.compiler import NO_PRELUDE
 from tokenloom.plan import Plan
@@ -555,6 +556,7 @@ def _stand_ins(group: Group) -> Iterator[None]:
             (buffers, "SymmetricBuffer", FakeBuffer),
             (nodes_memory, "SymmetricBuffer", FakeBuffer),
             (byte_carriers, "SymmetricBuffer", FakeBuffer),
+            (peer_weights, "SymmetricBuffer", FakeBuffer),
             (nodes_gin, "GinMemory", FakeGin),
             (nodes_memory, "free_bytes", lambda device: 2**40),
             (backend_module, "usable_sms", lambda index: 132),

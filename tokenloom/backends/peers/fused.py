@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from tokenloom.backends.peers.buffers import Buffers
+from tokenloom.backends.peers.counts import gather_counts
 from tokenloom.backends.peers.late_ranks import LateRanks
 from tokenloom.backends.peers.opening import Launcher, OpeningKernel
 from tokenloom.backends.peers.outcomes import CALLS_IN_FLIGHT
@@ -63,15 +64,20 @@ class FusedLayerCalls:
         opening = self._barrier.opening
         self.deadline = Deadline(opening.fault, opening.fault_claimed, opening.timeout_ns)
 
-    def make_room(self) -> int | None:
-        """Raise what earlier calls left, so that neither the dispatch nor the meeting of this call raises it.
+    def gather_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, frozenset[int]]:
+        """Put an exchange of counts on the current stream, ahead of the dispatch; see
+        :class:`tokenloom.backends.seam.GathersCounts`."""
+        return gather_counts(self._launcher, counts), self._launcher.masked
+
+    def make_room(self, calls: int = 2) -> int | None:
+        """Raise what earlier calls left, so that none of the next ``calls`` raises it: the dispatch and the meeting.
 
         Returns:
             What :meth:`Launcher.ready_stream` gives, for the dispatch and the meeting.
         """
-        stream = self._launcher.ready_stream(CALLS_IN_FLIGHT - 1)
+        stream = self._launcher.ready_stream(CALLS_IN_FLIGHT + 1 - calls)
         if stream is None and not torch.cuda.is_current_stream_capturing():
-            self._launcher.settle(CALLS_IN_FLIGHT - 1)
+            self._launcher.settle(CALLS_IN_FLIGHT + 1 - calls)
         return stream
 
     def make_memory(self, fields: Fields) -> None:
