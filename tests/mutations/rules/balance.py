@@ -7,6 +7,8 @@ from tests.mutations.mutation import M
 # fmt: off
 SPLIT, SLOTS = "tests/ops/test_split_batch.py", "tests/kernels/test_slots_of_routes.py"
 CALLS, LAYER = "tests/comm/test_balanced_dispatch.py", "tests/training/test_balanced_layer.py"
+GATHER, COUNTS = "kernels/counts/gather_counts.cuh", "tests/backends/test_gathered_counts.py"
+PULL, ROWS = "kernels/pull/pull_experts.cuh", "tests/kernels/test_pull_experts.py"
 PLANNER, PULLED = "ops.split_batch:split_batch", "comm.pulled_experts:PulledExperts"
 
 MUTATIONS = (
@@ -25,6 +27,15 @@ MUTATIONS = (
     M("the-first-share-is-all", "routes of later shares go to the target of the first one",
       "ops.slots_of_routes:in_shares", "torch.where(belongs, following, EMPTY)", "torch.full_like(share, EMPTY)",
       f"{SLOTS}::test_by_a_split"),
+    M("counts-of-masked-ranks", "headers that masked ranks left count", f"{GATHER}:gather_counts",
+      "done && !turn.leaves_out<Shape::num_ranks>(rank)", "done", f"{COUNTS}::test_counts", num_ranks=4),
+    M("counts-before-they-are-here", "counts are read where headers alone are here", f"{GATHER}:gather_counts",
+      "await_counts<Shape::num_ranks, kCounts, Shape::threads, Shape::num_ranks, kTold>(args.call, turn)", "true",
+      f"{COUNTS}::test_counts", num_ranks=4),
+    M("slots-of-the-placement-are-pulled", "experts are pulled into slots that hold one", f"{PULL}:pull_experts",
+      "expert < 0 || args.experts[args.rank * kSlots + slot] >= 0", "expert < 0", f"{ROWS}::test_on_the_emulator"),
+    M("the-first-tensor-is-pulled", "weights are pulled without scales and biases", f"{PULL}:pull_experts",
+      "part < args.num_parts", "part < 1", f"{ROWS}::test_on_the_emulator"),
     M("sums-show-the-split", "the default of combines behind a split sums per rank", "comm.calls:Kinds.mode_of",
       "getattr(routed, 'layout', None) in ROUTE_LAYOUTS", "False", f"{CALLS}::test_same_bits"),
     M("layers-show-the-split", "the default of layers that split sums per rank",
