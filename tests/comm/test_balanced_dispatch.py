@@ -24,6 +24,7 @@ from tests.support.graph_cases import Captured
 from tests.support.on_ranks import on_ranks
 from tests.support.placements import balanced, drawn_placement
 from tokenloom import reference
+from tokenloom.comm.balance import default_rows_per_pull
 from tokenloom.plan import Plan
 from tokenloom.runtime.processes import RankContext
 
@@ -45,7 +46,7 @@ def test_there_and_back(context: RankContext, backend: str, case: Case) -> None:
     """Every layout and mode, with empty slots for a part of all needs, and with replicas too."""
     problem = make_problem(case, context.num_ranks)
     for placement in (with_spare(problem.plan), drawn_placement(problem.plan, 2, case.seed)):
-        comm = make_comm(context, backend, problem.plan, placement=placement, balance="batch")
+        comm = make_comm(context, backend, problem.plan, placement=placement, balance="batch", rows_per_pull=0)
         by_slot, batch = balanced(problem, placement)
         for layout in LAYOUTS:
             routed = check_trip(context, comm, problem, by_slot, layout)
@@ -63,7 +64,7 @@ def test_same_bits(context: RankContext, backend: str, layout: str) -> None:
         problem = make_problem(case, context.num_ranks)
         want = trained(context, make_comm(context, backend, problem.plan), problem, layout, "per_route")
         for spare in (1, problem.plan.num_experts):
-            comm = make_comm(context, backend, problem.plan, spare_slots=spare, balance="batch")
+            comm = make_comm(context, backend, problem.plan, spare_slots=spare, balance="batch", rows_per_pull=0)
             found = trained(context, comm, problem, layout, None)
             for each, wanted, what in zip(found, want, ("result", "gradient of x", "of weights"), strict=True):
                 same_bits(each, wanted, f"{what}, {layout}, {case.pick}, {spare}")
@@ -101,7 +102,7 @@ def test_overflow_where_slots_run_out(context: RankContext, backend: str) -> Non
     plan = problem.plan
     if plan.num_ranks == 1:
         return
-    comm = make_comm(context, backend, plan, spare_slots=1, balance="batch")
+    comm = make_comm(context, backend, plan, spare_slots=1, balance="batch", rows_per_pull=0)
     by_slot, _ = balanced(problem, with_spare(plan), always=True)
     needed, room = by_slot.rows_needed("expert"), plan.max_tokens_per_rank * plan.top_k
     assert needed > room, "the case"
@@ -135,7 +136,7 @@ def test_whether_it_pays(context: RankContext) -> None:
         assert comm.balance_stats() == once
         comm.dispatch(*problem.arguments(context), layout="token")
         assert comm.balance_stats() == tuple(2 * each for each in once)
-    comm = make_comm(context, "collective", problem.plan, placement=placement, balance="batch")
+    comm = make_comm(context, "collective", problem.plan, placement=placement, balance="batch", rows_per_pull=0)
     assert "where that evens them" in comm.describe()
 
 
@@ -144,7 +145,7 @@ def test_without_ranks(context: RankContext) -> None:
     """Masked ranks neither give nor help."""
     problem = make_problem(replace(CASE, tokens=(7, 5, 4, 6)), context.num_ranks)
     placement, gone = with_spare(problem.plan, 2), context.num_ranks - 1
-    comm = make_comm(context, "collective", problem.plan, placement=placement, balance="batch")
+    comm = make_comm(context, "collective", problem.plan, placement=placement, balance="batch", rows_per_pull=0)
     if context.rank == gone:
         return
     comm.mask_ranks([gone])
@@ -168,7 +169,7 @@ def test_replays_split_anew(context: RankContext) -> None:
     hot = make_problem(replace(HOT, dtype=BF16, ids_dtype=torch.int64, seed=5), context.num_ranks)
     plan, rank, spare = problem.plan, context.rank, problem.plan.experts_per_rank
     with (
-        make_comm(context, "nvlink", plan, spare_slots=spare, balance="batch", checked=False) as comm,
+        make_comm(context, "nvlink", plan, spare_slots=spare, balance="batch", rows_per_pull=0, checked=False) as comm,
         torch.no_grad(),
     ):
         given = problem.arguments(context)
@@ -206,7 +207,7 @@ def test_refusals(context: RankContext) -> None:
     with pytest.raises(tl.InvalidArgument, match="expected None or 'batch'"):
         make(balance="token", spare_slots=1)
     with pytest.raises(tl.InvalidArgument, match=r"without a spare slot.*pass spare_slots=1"):
-        make(balance="batch")
+        make(balance="batch", rows_per_pull=0)
     with pytest.raises(tl.InvalidArgument, match="rows_per_pull is -1"):
         make(balance="batch", spare_slots=1, rows_per_pull=-1)
     with pytest.raises(tl.InvalidArgument, match="pass balance='batch'"):
@@ -226,7 +227,7 @@ def test_refusals(context: RankContext) -> None:
 def test_faults_and_disagreement(context: RankContext, backend: str, checked: bool) -> None:
     """A fault of one rank before its counts are told reaches the others, who wait for these; and so do other calls."""
     problem = make_problem(CASE, context.num_ranks)
-    comm = make_comm(context, backend, problem.plan, spare_slots=2, balance="batch", checked=checked)
+    comm = make_comm(context, backend, problem.plan, spare_slots=2, balance="batch", rows_per_pull=0, checked=checked)
     if context.num_ranks == 1:
         return
     x, ids, weights = problem.arguments(context)
@@ -246,3 +247,12 @@ def test_faults_and_disagreement(context: RankContext, backend: str, checked: bo
     out = comm.combine(ys[context.rank].to(context.device), routed)
     outs = reference.combine(by_slot.plan, ys, want, by_slot.topk_ids, problem.topk_weights, mode="per_route")
     same_bits(out, outs[context.rank], "the default of such combines")
+
+
+def test_the_default_threshold() -> None:
+    """An expert of 7168 x 2048 in FP8 has 44 MB, 118 us of links; a route of 88 M operations takes 0.08 us."""
+    pull_us, row_us = 3 * 7168 * 2048 / 372e3, 6 * 7168 * 2048 / 1100e6
+    assert default_rows_per_pull(1, 372.0) == round(pull_us / row_us) == 1478
+    assert default_rows_per_pull(2, 372.0) == 1882
+    assert default_rows_per_pull(2, 186.0) == 3763
+    assert default_rows_per_pull(4, 372.0) == 1882  # as many bytes more as GEMMs are slower

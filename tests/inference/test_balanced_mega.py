@@ -32,7 +32,7 @@ def test_outputs(context: RankContext, name: str, replicated: bool) -> None:
         want = mega(*given)
     placement = drawn_placement(plan_of(case, context.num_ranks), 2, 3)
     options = {"placement": placement} if replicated else {"spare_slots": 1}
-    with make_mega(context, case, layer, backend_of(context), balance="batch", **options) as mega:
+    with make_mega(context, case, layer, backend_of(context), balance="batch", rows_per_pull=0, **options) as mega:
         for _ in range(2):
             assert torch.equal(mega(*given), want)
         assert_near(mega(*given), expected(case, layer, context.rank))
@@ -54,7 +54,10 @@ def test_replays_split_anew(context: RankContext) -> None:
     batches[1] = (*batches[1][:1], inputs(hot, layers[1], context.rank)[1], *batches[1][2:])
     with make_mega(context, even, layers[0], "nvlink") as mega:
         wants = [mega(*given).clone() for given in batches]
-    with make_mega(context, even, layers[0], "nvlink", balance="batch", spare_slots=1) as mega, torch.no_grad():
+    with (
+        make_mega(context, even, layers[0], "nvlink", balance="batch", rows_per_pull=0, spare_slots=1) as mega,
+        torch.no_grad(),
+    ):
         given = tuple(each.clone() for each in batches[0])
         captured, before = Captured(lambda: mega(*given)), mega.comm.balance_stats()
         for number in (0, 1, 0, 1):
@@ -74,4 +77,4 @@ def test_refusals(context: RankContext) -> None:
     """Told to all ranks as the layer is made."""
     options = {"num_experts": 4, "hidden": 128, "intermediate": 128, "top_k": 2, "max_tokens_per_rank": 4}
     with pytest.raises(tl.InvalidArgument, match="without a spare slot"):
-        tl.MegaMoE(context.group, **options, backend="composed", balance="batch")  # type: ignore[arg-type]
+        tl.MegaMoE(context.group, **options, backend="composed", balance="batch", rows_per_pull=0)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ EMULATED = True
 
 
 def make(context: RankContext, case: Any = CASE, **options: Any) -> tl.ExpertParallelMoE:
-    given = {"balance": "batch", "device": context.device} | options
+    given = {"balance": "batch", "rows_per_pull": 0, "device": context.device} | options
     if "placement" not in given:
         given = {"spare_slots": 1} | given
     return make_layer(case, context.group, **given)
@@ -125,7 +125,7 @@ def test_gradients_of_weights(context: RankContext, dtype: torch.dtype, routes: 
 def test_steps(context: RankContext, optimizer: str) -> None:
     """Training goes the same way, and state dicts know nothing of it."""
     plain = Program(context, optimizer)
-    balanced = Program(context, optimizer, spare_slots=2, balance="batch")
+    balanced = Program(context, optimizer, spare_slots=2, balance="batch", rows_per_pull=0)
     for number in range(4):
         for program in (plain, balanced):
             program.step(number)
@@ -137,7 +137,7 @@ def test_replicas_beside(context: RankContext) -> None:
     """Replicas and helpers of one expert: what helpers computed comes to the owner, and then all slots are summed."""
     plain = Program(context, "adamw")
     placement = placement_of(context, 2, seed=4)
-    balanced = Program(context, "adamw", placement=placement, balance="batch")
+    balanced = Program(context, "adamw", placement=placement, balance="batch", rows_per_pull=0)
     for number in range(3):
         for program in (plain, balanced):
             program.step(number)
@@ -242,4 +242,4 @@ def test_refusals(context: RankContext) -> None:
     tl.pull_experts(layer.comm, routed, tensors)
     with pytest.raises(tl.InvalidArgument, match="comm is given with balance beside it"):
         tl.RoutedExperts(comm=layer.comm, hidden=HIDDEN, intermediate=12, num_experts=NUM_EXPERTS, top_k=3,
-                         balance="batch")  # fmt: skip
+                         balance="batch", rows_per_pull=0)  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import torch
 
 from tokenloom.errors import InvalidArgument
+from tokenloom.kernels.common import H200
 from tokenloom.plan import COMBINE_STRATEGIES, DISPATCH_STRATEGIES, LAYOUTS
 
 T_co = TypeVar("T_co", covariant=True)
@@ -49,6 +50,7 @@ class Capabilities:
         own_transport: calls go without collectives of the process group, which could not end without a rank.
         has_rates: calls choose their SMs by rates of the machine, which ``tokenloom tune`` measures.
         gathers_counts: the backend has ``gather_counts``, by which batches are balanced.
+        link_gbytes_per_s: what all links of a GPU carry in one direction, the same on all ranks.
     """
 
     layouts: tuple[str, ...] = LAYOUTS
@@ -69,6 +71,7 @@ class Capabilities:
     own_transport: bool = False
     has_rates: bool = False
     gathers_counts: bool = False
+    link_gbytes_per_s: float = H200.link_gbytes_per_s
 
     @property
     def peer_memory(self) -> bool:

@@ -11,6 +11,21 @@ from tokenloom.comm.placement import Placement
 from tokenloom.errors import InvalidArgument
 
 BALANCES = (None, "batch")
+GEMM_TFLOPS = {1: 1100.0, 2: 700.0}
+"""Of grouped GEMMs on an H200, by bytes of a weight: docs/performance/gemm.md, and torch's in bfloat16."""
+
+
+def default_rows_per_pull(weight_bytes: int, link_gbytes_per_s: float) -> int:
+    """How many routes a GPU computes in the time in which it pulls an expert, whose widths cancel out.
+
+    An expert has 3 H I weights, and a route takes 6 H I operations, in which a weight is read once.
+
+    Args:
+        weight_bytes: of a weight.
+        link_gbytes_per_s: what the links of a GPU carry.
+    """
+    tflops = GEMM_TFLOPS.get(weight_bytes, GEMM_TFLOPS[2] / max(1, weight_bytes // 2))
+    return round(weight_bytes / 2 * tflops * 1e3 / link_gbytes_per_s)
 
 
 class BalanceStats(NamedTuple):
@@ -81,9 +96,10 @@ def check_balance(balance: object, rows_per_pull: object, placement: Placement |
     """
     if balance not in BALANCES:
         raise InvalidArgument(f"balance is {balance!r}, expected None or 'batch'")
-    if isinstance(rows_per_pull, bool) or not isinstance(rows_per_pull, int) or rows_per_pull < 0:
-        raise InvalidArgument(f"rows_per_pull is {rows_per_pull!r}, expected a number of rows, 0 or more")
-    if balance is None and rows_per_pull:
+    is_number = isinstance(rows_per_pull, int) and not isinstance(rows_per_pull, bool)
+    if rows_per_pull is not None and not (is_number and rows_per_pull >= 0):  # type: ignore[operator]
+        raise InvalidArgument(f"rows_per_pull is {rows_per_pull!r}, expected None or a number of rows, 0 or more")
+    if balance is None and rows_per_pull is not None:
         raise InvalidArgument(f"rows_per_pull is {rows_per_pull}, but batches are not balanced; pass balance='batch'")
     if balance is None:
         return

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tokenloom.backends import registry
 from tokenloom.backends.seam import DispatchOut
 from tokenloom.comm import autograd, checks
-from tokenloom.comm.balance import Balance, BalanceStats, check_balance
+from tokenloom.comm.balance import Balance, BalanceStats, check_balance, default_rows_per_pull
 from tokenloom.comm.calls import CombineCall, DispatchCall, Kinds, ResendCall, ReweightCall, ValuesHomeCall
 from tokenloom.comm.engine import Engine, Pending
 from tokenloom.comm.placement import Placement, placement_of, placement_terms, plan_of_slots, require_fits
@@ -91,7 +91,8 @@ class Communicator:
             gives the bits that no split gives. The other modes' sums depend on the split.
         rows_per_pull: routes that a rank computes in the time in which it pulls an expert's weights. A batch is split
             only where the fullest rank gets rid of so many for each pulled expert. But layout "expert" with a capacity
-            is always split.
+            is always split. None: on GPUs by rates of links and GEMMs, about 1,900 for weights of two bytes, which a
+            communicator without ``dtype`` takes them for; elsewhere 0. ``describe()`` has the number.
         rejoin: come back to the ranks of the group, which have masked this one and have their communicator still. It
             waits until they call ``unmask_ranks``, ``open_timeout_s`` long.
 
@@ -131,7 +132,7 @@ class Communicator:
         placement: Placement | None = None,
         spare_slots: int = 0,
         balance: Literal["batch"] | None = None,
-        rows_per_pull: int = 0,
+        rows_per_pull: int | None = None,
         rejoin: bool = False,
     ) -> None:
         fault: Exception | None = None
@@ -227,7 +228,13 @@ class Communicator:
         if ranks.own_transport:
             ranks.turn = Turn()
         self._ranks = ranks
-        balanced = None if balance is None else Balance(rows_per_pull, ranks.device)
+        balanced = None
+        if balance is not None:
+            if rows_per_pull is None:
+                link = self._choice.backend.capabilities.link_gbytes_per_s
+                weight_bytes = 2 if dtype is None else dtype.itemsize
+                rows_per_pull = 0 if ranks.device.type == "cpu" else default_rows_per_pull(weight_bytes, link)
+            balanced = Balance(rows_per_pull, ranks.device)
         self.engine = Engine(self.plan, ranks, self._choice.backend, placed(), balanced)
         self.kinds = Kinds(self.engine)
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tokenloom.backends.registry import LAYER_SMS
 from tokenloom.backends.seam import DispatchOptions
 from tokenloom.comm import checks
+from tokenloom.comm.balance import default_rows_per_pull
 from tokenloom.comm.communicator import Communicator, Recipe, line_about
 from tokenloom.comm.move_experts import PIECE_BYTES, MovingExperts, move_experts
 from tokenloom.comm.placement import Placement
@@ -112,7 +113,7 @@ class MegaMoE:
         balance: as in ``Communicator``: "batch" splits each call's routes evenly over the ranks, which pull experts
             into their empty slots. Results keep their bits. On "nvlink" the host waits for nothing, weights come by
             ``load_weights``, and a rank cannot ``rejoin``.
-        rows_per_pull: as in ``Communicator``.
+        rows_per_pull: as in ``Communicator``. None: on GPUs about 1,500.
         rejoin: as in ``Communicator``. Load the weights again, or take those of replicas by ``move_experts(placement,
             stale=[rank])`` on all ranks. Graphs that were captured before leave this rank out.
 
@@ -159,7 +160,7 @@ class MegaMoE:
         placement: Placement | None = None,
         spare_slots: int = 0,
         balance: Literal["batch"] | None = None,
-        rows_per_pull: int = 0,
+        rows_per_pull: int | None = None,
         rejoin: bool = False,
     ) -> None:
         implementation = EXPERTS.get(backend) if isinstance(backend, str) else None
@@ -187,6 +188,10 @@ class MegaMoE:
         except BackendUnavailable as error:  # its advice is for a Communicator
             said = str(error).replace("use backend='auto'", "use backend='composed'")
             raise BackendUnavailable(said) from None
+
+        engine = self.comm.engine
+        if engine.balance is not None and rows_per_pull is None and self.comm.device.type != "cpu":
+            engine.balance.rows_per_pull = default_rows_per_pull(1, engine.capabilities.link_gbytes_per_s)
 
         def prepare() -> tuple[dict[str, Any], None]:
             if implementation is None:

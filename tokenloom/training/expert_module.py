@@ -146,7 +146,7 @@ class RoutedExperts(nn.Module):
         placement: Placement | None = None,
         spare_slots: int = 0,
         balance: Literal["batch"] | None = None,
-        rows_per_pull: int = 0,
+        rows_per_pull: int | None = None,
         comm: Communicator | None = None,
         backend: str = "auto",
         timeout_s: float = 30.0,
@@ -165,7 +165,7 @@ class RoutedExperts(nn.Module):
             raise InvalidArgument(f"comm is {comm!r}, expected a tl.Communicator, or None")
         group_and_comm = group is not None and comm is not None
         placed_apart = comm is not None and (placement is not None or spare_slots != 0)
-        balanced_apart = comm is not None and (balance is not None or rows_per_pull != 0)
+        balanced_apart = comm is not None and (balance is not None or rows_per_pull is not None)
         if comm is None:
             comm = Communicator(
                 group,

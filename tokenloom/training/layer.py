@@ -146,7 +146,7 @@ class ExpertParallelMoE(nn.Module):
         placement: Placement | None = None,
         spare_slots: int = 0,
         balance: Literal["batch"] | None = None,
-        rows_per_pull: int = 0,
+        rows_per_pull: int | None = None,
         comm: Communicator | None = None,
         backend: str = "auto",
         timeout_s: float = 30.0,

@@ -459,7 +459,7 @@ def _make_communicator(self: tl.Communicator, group: object = None, **options: A
     if ranks.masks_late:
         here.late = backend
     self._choice = SimpleNamespace(backend=backend, why="emulated", not_picked=[])  # type: ignore[assignment]
-    balance = None if options.get("balance") is None else Balance(options.get("rows_per_pull", 0), ranks.device)
+    balance = None if options.get("balance") is None else Balance(options.get("rows_per_pull") or 0, ranks.device)
     self.engine = Engine(plan, ranks, backend, placement, balance)
     self.kinds = Kinds(self.engine)
 

@@ -130,6 +130,7 @@ class NvlinkBackend:
         (_, self._measured), *_ = told = [each for each in told if each is not None]
         most_sms = num_sms or min(sms for sms, _ in told)
         few, rates = sends_before_opening(plan), self._measured or H200
+        self.capabilities = replace(self.capabilities, link_gbytes_per_s=rates.link_gbytes_per_s)
         self._launcher = Launcher(plan, ranks, control, num_sms, max(first_call, known_from), most_sms, few, rates)
         self._launcher.known_from = known_from
         masked = ranks.masked
