@@ -138,6 +138,10 @@ def test_whether_it_pays(context: RankContext) -> None:
         assert comm.balance_stats() == tuple(2 * each for each in once)
     comm = make_comm(context, "collective", problem.plan, placement=placement, balance="batch", rows_per_pull=0)
     assert "where that evens them" in comm.describe()
+    plan = comm.engine.plan
+    assert (
+        f"{plan.max_tokens_per_rank * plan.top_k} rows instead of {plan.worst_case_rows('expert')}" in comm.describe()
+    )
 
 
 @on_ranks("four")

@@ -517,7 +517,7 @@ def test_a_failed_call_zeros_nothing_under_the_one_before(launches: Launches, mo
     def refuse(tensor: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory for a copy")
 
-    monkeypatch.setattr(FusedLayerCalls, "make_room", lambda calls: None)
+    monkeypatch.setattr(FusedLayerCalls, "make_room", lambda *calls: None)
     monkeypatch.setattr(FusedLayerCalls, "follow", lambda calls: (done.append("follow"), follow(calls)))
     monkeypatch.setattr(torch.Tensor, "zero_", lambda tensor: (done.append("zero"), zero(tensor))[1])
     monkeypatch.setattr("tokenloom.inference.nvlink_experts.aligned", refuse)

@@ -601,7 +601,7 @@ class Communicator:
             f"  {plan.num_experts} experts, {plan.experts_per_rank} on each rank; top-{plan.top_k}; "
             f"hidden {plan.hidden}; at most {plan.max_tokens_per_rank} tokens a rank",
             *([f"  placement: {placement}"] if placement is not None else []),
-            *([f"  {self.engine.balance}"] if self.engine.balance is not None else []),
+            *self._balance_in_words(),
             f"  worst case on one rank: {of_slots.worst_case_rows('token')} rows in layouts token and rank, "
             f"{of_slots.worst_case_rows('expert')} in layout expert",
             *([f"  {nodes.describe()}"] if nodes.num_nodes > 1 else []),
@@ -613,6 +613,13 @@ class Communicator:
             *(f"  expert {e} was lost and is restored, on rank {r}" for e, r in sorted(self.engine.restored.items())),
         ]
         return "\n".join(lines + [f"  not picked: {reason}" for reason in self._choice.not_picked])
+
+    def _balance_in_words(self) -> list[str]:
+        plan, balance = self.engine.plan, self.engine.balance
+        if balance is None:
+            return []
+        even, worst = plan.even_rows(), plan.worst_case_rows("expert")
+        return [f"  {balance}", f"  room of a bounded dispatch in layout expert: {even} rows instead of {worst}"]
 
     def _transports_in_words(self) -> str:
         return ", ".join(f"{kind} by {transport}" for kind, transport in self.transports.items())

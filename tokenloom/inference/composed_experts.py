@@ -40,14 +40,14 @@ class ComposedExperts:
     """
 
     communicator_backend = "auto"
-    upcoming = (Upcoming("dispatch"),)
-    """The call that each forward opens first."""
     checks_tokens = True
     """Its dispatch is one that anybody may call."""
 
     def __init__(
         self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool, recipe: Recipe
     ) -> None:
+        self.upcoming = comm.engine.with_counts([Upcoming("dispatch")])
+        """Calls that each forward opens first."""
         check_device(comm.device)
         checks.require_layout(comm.engine.capabilities, LAYOUT)
         self._comm, self._num_shared = comm, num_shared_experts

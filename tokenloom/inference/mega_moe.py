@@ -551,7 +551,7 @@ class MegaMoE:
     def refuse(self, fault: Exception) -> NoReturn:
         """Tell the other ranks, which make a call, that this one cannot: theirs raise PeerError. Raises ``fault``."""
         self._experts.ready_stream()
-        with self.comm.engine.sequence(*self.comm.engine.with_counts(self._experts.upcoming)):
+        with self.comm.engine.sequence(*self._experts.upcoming):
             raise fault
 
     def _fits(self, x: Any, topk_ids: Any, topk_weights: Any, expert_stats: Any, out: Any) -> bool:
@@ -591,7 +591,7 @@ class MegaMoE:
         """
         engine, plan, device = self.comm.engine, self.comm.plan, self._device
         self._experts.ready_stream()
-        with engine.sequence(*engine.with_counts(self._experts.upcoming)):
+        with engine.sequence(*self._experts.upcoming):
             if isinstance(x, torch.Tensor) and x.dtype == FP8:
                 raise InvalidArgument(
                     "x is torch.float8_e4m3fn without scales; pass (x, scales), or x before it was FP8"

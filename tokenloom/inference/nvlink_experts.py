@@ -71,14 +71,14 @@ class NvlinkExperts:
     """
 
     communicator_backend = "nvlink"
-    upcoming = (Upcoming("dispatch"), Upcoming("MegaMoE"))
-    """Calls that each forward opens: FP8 rows travel, then all ranks meet."""
     checks_tokens = False
     """Its dispatch takes checked ones."""
 
     def __init__(
         self, comm: Communicator, intermediate: int, num_shared_experts: int, power_of_two_scales: bool, recipe: str
     ) -> None:
+        self.upcoming = comm.engine.with_counts([Upcoming("dispatch"), Upcoming("MegaMoE")])
+        """Calls that each forward opens: FP8 rows travel, then all ranks meet."""
         self._comm, self._intermediate, self._num_shared = comm, intermediate, num_shared_experts
         self._power_of_two_scales, self._recipe = power_of_two_scales, recipe
         plan = comm.engine.plan  # whose experts are slots: all that kernels know
@@ -153,7 +153,7 @@ class NvlinkExperts:
         engine = self._comm.engine
         if self._calls.is_stale:
             self._renew()
-        calls = len(engine.with_counts(self.upcoming))
+        calls = len(self.upcoming)
         if engine.needs_no_sequence() and not engine.open_calls.any_open():
             engine.ranks.require_alive()
             stream = self._calls.make_room(calls)
@@ -181,7 +181,7 @@ class NvlinkExperts:
         """
         engine = self._comm.engine
         known_stream = self.ready_stream()
-        with engine.sequence(*engine.with_counts(self.upcoming)) as sequence:
+        with engine.sequence(*self.upcoming) as sequence:
             late = self._calls.late
             if late is None:
                 return self._launch(
@@ -190,7 +190,7 @@ class NvlinkExperts:
             counted = None if expert_stats is None else torch.empty_like(expert_stats)
 
             def launch() -> torch.Tensor:
-                sequence.upcoming[:] = engine.with_counts(self.upcoming)  # of a call that is made again, too
+                sequence.upcoming[:] = self.upcoming  # of a call that is made again, too
                 if self._calls.is_stale:
                     self._renew()
                 if counted is not None:
