@@ -13,8 +13,8 @@ SKEW = "v: MaxVio of the routing, the largest expected load of an expert over th
 SPARE = "spare: with replicas of hot experts in as many slots more on each rank, planned from another batch."
 BATCH = "batch: the slots are empty, and each batch is split over the ranks (balance='batch')."
 COMM_BATCH = (
-    "Its dispatches begin with an exchange of counts, which their time includes. Nobody pulls weights here, which is "
-    "the part of layers. Its combines sum per rank, as those beside them."
+    "Of rows with batch, a dispatch begins with an exchange of counts, which its time includes. Nobody pulls weights "
+    "here, which is the part of layers. Combines sum per rank, as those beside them."
 )
 FULLEST = "Fullest rank: routes of the rank with most, over the mean of all ranks."
 COMM_CLOCKS = {
