@@ -205,6 +205,19 @@ def test_rows_on_cpus() -> None:
     ]
 
 
+def test_rows_with_spare_slots() -> None:
+    """Of a backend that splits batches three stand beside each other; of one that does not two, and a line says so."""
+    only_collective = mock.patch.object(comm_work, "splits_batches", lambda name: name == "collective")
+    with machine(nvlink=True), fake_deep_ep(), only_collective:
+        planned, notes = comm_work.plan_series([SHAPE], 2, "cuda", spare_slots=1)
+    ends = {name: set[str]() for name in ("nvlink", "collective", "deep_ep")}
+    for each in planned:
+        ends[each.backend].add(each.name(2).partition(f"/{each.timing}")[2])
+    replicas = {"", "/spare1"}
+    assert ends == {"nvlink": replicas, "collective": {*replicas, "/spare1/batch"}, "deep_ep": {""}}
+    assert [note for note in notes if "batch" in note] == ["nvlink splits no batches, so it has no rows per batch"]
+
+
 def test_rows_of_halves() -> None:
     """Halves have the rows of graphs and of single calls. A loop of pairs has no place for a GEMM, a rival has no
     halves."""

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tests.bench.fake_deep_ep import SHAPE
 from tests.cli.borrowed import borrowed
-from tokenloom.bench import comm, setup
+from tokenloom.bench import comm, legends, setup
 from tokenloom.bench.comm_work import OPERATIONS, CallSeries, Traffic, label
 from tokenloom.bench.harness import Measured
 from tokenloom.bench.workload import CallSizes
@@ -224,8 +224,9 @@ def test_a_chart_shows_every_row(tmp_path: Path) -> None:
 def test_command_of_skewed_routings(
     pools: Callable[[str], RankPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two routings, each without and with replicas, side by side: rows say how uneven they are, and how full the
-    fullest rank is, which replicas make emptier. The chart has a curve for each, over MaxVio."""
+    """Two routings, each without spare slots, with replicas and with splits, side by side. Rows say how uneven they
+    are, and how full the fullest rank is, which replicas make emptier, and splits even. The chart has a curve for
+    each, over MaxVio."""
     figures = pytest.importorskip("matplotlib.figure")
     json_file, png_file = tmp_path / "rows.json", tmp_path / "chart.png"
     command = ["bench", "comm", "--device", "cpu", "--ranks", "2", "--iterations", "1", "--case", "small"]
@@ -239,12 +240,17 @@ def test_command_of_skewed_routings(
         name = f"{what}/{sizes}/slots/wall"
         even, skewed, replicated = rows[name], rows[f"{name}/v2"], rows[f"{name}/v2/spare2"]
         assert (even["max_vio"], skewed["max_vio"], replicated["max_vio"]) == (0, 2, 2)
-        assert (skewed["spare_slots"], replicated["spare_slots"]) == (None, 2)
-        assert skewed["fullest_rank"] > 1.1 > replicated["fullest_rank"] >= 1
+        batch = rows[f"{name}/v2/spare2/batch"]
+        assert (skewed["spare_slots"], replicated["spare_slots"], batch["spare_slots"]) == (None, 2, 2)
+        assert (skewed["balance"], replicated["balance"], batch["balance"]) == (None, None, "batch")
+        assert skewed["fullest_rank"] > 1.1 > replicated["fullest_rank"] >= batch["fullest_rank"] == 1
         assert f"{name}/spare2" in rows
-        assert f"{label(name)}/v2/spare2" in shown
-    assert len(rows) == 8
-    assert "Fullest rank: routes of the rank with most" in " ".join(shown.split())
+        assert f"{label(name)}/v2/spare2 " in shown
+        assert f"{label(name)}/v2/spare2/batch" in shown
+    assert len(rows) == 12
+    said = " ".join(shown.split())
+    assert "Fullest rank: routes of the rank with most" in said
+    assert legends.COMM_BATCH in said
     (figure,) = drawn
     titles = [axes.get_title().partition("\n")[0] for axes in figure.axes]
     assert titles == ["dispatch bf16 slots", "combine bf16 slots"]
@@ -252,5 +258,6 @@ def test_command_of_skewed_routings(
         assert [line.get_label() for line in axes.lines] == [
             "collective, wall",
             "collective, wall, 2 spare slots a rank",
+            "collective, wall, 2 spare slots a rank, per batch",
         ]
         assert all(list(line.get_xdata()) == [0.0, 2.0] for line in axes.lines)

@@ -22,7 +22,7 @@ from tests.tune.test_tune import like_a_communicator
 from tokenloom.bench import clock, legends, setup, train, train_work
 from tokenloom.bench.differences import Difference, total
 from tokenloom.bench.rivals.torch_layer import torch_experts, torch_layer
-from tokenloom.bench.train import LOCAL, ONE, OURS, PASSES, SPARE, TrainFound, TrainLayer, TrainReport
+from tokenloom.bench.train import BATCH, LOCAL, ONE, OURS, PASSES, SPARE, TrainFound, TrainLayer, TrainReport
 from tokenloom.bench.train_work import (
     LIMITS,
     TENSORS,
@@ -33,6 +33,7 @@ from tokenloom.bench.train_work import (
 )
 from tokenloom.cli import app
 from tokenloom.cli.terminal import FAILED
+from tokenloom.comm.pulled_experts import PulledExperts
 from tokenloom.ops.expert_gemms import _GroupedGemms
 from tokenloom.runtime.processes import RankContext, RankPool
 from tokenloom.runtime.rank_group import RankGroup
@@ -122,28 +123,33 @@ def measure_with(context: RankContext, changes: dict[str, Any], shape: TrainShap
         {"dtype": "fp32", "max_vio": 1.0, "redispatch_in_backward": True, "spare_slots": 1},
         {"strategy": tl.Strategy("dedup", "all_to_all"), "pool_rows": 300, "overlap": False},
     ],
-    ids=["fp32, skewed, sent again, with replicas", "all-to-all, pool"],
+    ids=["fp32, skewed, sent again, with spare slots", "all-to-all, pool"],
 )
 def test_all_agree(ranks: Ranks, changes: dict[str, Any]) -> None:
     """The layer agrees with reference and rival, on every number of ranks, whatever the options. Its differences are
     far below the limits, so the limits do not hide faults. Everybody has a sample of every pass and iteration. With
-    replicas, which sum their gradients at owners, the layer agrees with itself without, and no rank is fuller."""
+    replicas, which sum their gradients at owners, and with splits of batches, the layer agrees with itself without,
+    and no rank is fuller."""
     found = ranks.run(measure_with, changes)
     report = TrainReport(SHAPE, replace(OPTIONS, **changes), found)
     limit = LIMITS[changes.get("dtype", "bf16")]
     assert report.passed
     assert all(row.relative < limit / 2 for row in report.checks)
     spare = "spare_slots" in changes
-    assert [note.count("so they agree") for note in report.notes if "differ from ours" in note] == [1] * (1 + spare)
+    assert [note.count("so they agree") for note in report.notes if "differ from ours" in note] == [1] * (
+        1 + 2 * spare
+    )
     assert sum(each.routes for each in found) == 96 * 3
     if spare:
-        assert sum(each.replica_routes or 0 for each in found) == 96 * 3
-        assert max(each.replica_routes or 0 for each in found) <= max(each.routes for each in found)
-        assert all(found[0].replicas[name].max_diff < 1e-4 for name in TENSORS if found[0].replicas)
+        for who in (SPARE, BATCH):
+            its = [each.with_slots[who] for each in found]
+            assert sum(each.routes for each in its) == 96 * 3
+            assert max(each.routes for each in its) <= max(each.routes for each in found)
+            assert all(its[0].differences[name].max_diff < 1e-4 for name in TENSORS)
     assert (found[0].chosen_by, found[0].strategy) == (
         ("hand", changes["strategy"]) if "strategy" in changes else ("default", tl.Strategy())
     )
-    whose = [OURS, *([SPARE] if spare else []), report.rival, LOCAL, ONE]
+    whose = [OURS, *([SPARE, BATCH] if spare else []), report.rival, LOCAL, ONE]
     assert list(found[0].layers) == whose
     assert all(len(each.layers[who].samples[what]) == 3 for each in found for who in whose for what in PASSES)
     kept = {each.name for each in found[0].saved}
@@ -233,9 +239,16 @@ def measure_with_a_replica_left_out(context: RankContext, *arguments: Any) -> Tr
         return quickly(context, *arguments)
 
 
-def test_the_command_with_replicas(folder: Path, tmp_path: Path, pools: Callable[[str], RankPool]) -> None:
-    """Rows with replicas stand beside ours, named as in the other benches, and say how full the fullest rank is then.
-    A layer with replicas that computes something else fails the command."""
+def measure_with_gradients_that_stay(context: RankContext, *arguments: Any) -> TrainFound:
+    """Nobody brings the gradients of pulled experts home."""
+    with mock.patch.object(PulledExperts, "sum_gradients", return_value=None):
+        return quickly(context, *arguments)
+
+
+def test_the_command_with_spare_slots(folder: Path, tmp_path: Path, pools: Callable[[str], RankPool]) -> None:
+    """Rows with replicas and with splits of batches stand beside ours, named as in the other benches, and say how full
+    the fullest rank is then. A layer with replicas that computes something else fails the command, and so does one
+    whose pulled gradients stay with helpers."""
     file = tmp_path / "rows.json"
     command = [*COMMAND, *THIEK, "--dtype", "fp32", "--max-vio", "2", "--spare-slots", "2", "--json", str(file)]
     with borrowed(setup, pools, quickly):
@@ -246,16 +259,29 @@ def test_the_command_with_replicas(folder: Path, tmp_path: Path, pools: Callable
     for what in PASSES:
         ours, replicated = rows[f"{name}/{what}"], rows[f"{name}/spare2/{what}"]
         assert (ours["setup"]["spare_slots"], replicated["setup"]["spare_slots"]) == (None, 2)
-        assert ours["setup"]["fullest_rank"] > replicated["setup"]["fullest_rank"] >= 1
-        assert replicated["p50_ms"] > 0
+        batch = rows[f"{name}/spare2/batch/{what}"]
+        assert [each["setup"]["balance"] for each in (ours, replicated, batch)] == [None, None, "batch"]
+        fullest = [each["setup"]["fullest_rank"] for each in (ours, replicated, batch)]
+        assert fullest[0] > fullest[1] >= fullest[2] == 1
+        assert replicated["p50_ms"] > 0 < batch["p50_ms"]
     shown = " ".join(done.output.split())
-    assert "forward/spare2" in shown
+    assert "forward/spare2 " in shown
+    assert "forward/spare2/batch" in shown
     assert "this layer, 2 spare slots a rank inference" in shown
+    assert "this layer, 2 spare slots a rank, per batch inference" in shown
     assert legends.TRAIN_SPARE in shown
-    with borrowed(setup, pools, measure_with_a_replica_left_out):
-        wrong = CliRunner().invoke(app.app, command)
-    assert wrong.exit_code == FAILED
-    assert "of the layer with replicas differ" in " ".join(wrong.output.split())
+    assert legends.TRAIN_BATCH in shown
+    for faulty, whose in (
+        (measure_with_a_replica_left_out, "the layer with replicas"),
+        (measure_with_gradients_that_stay, "the layer with splits of batches"),
+    ):
+        with borrowed(setup, pools, faulty):
+            wrong = CliRunner().invoke(app.app, command)
+        assert wrong.exit_code == FAILED
+        said = " ".join(wrong.output.split())
+        others = {"the layer with replicas", "the layer with splits of batches"} - {whose}
+        assert re.search(rf"of {whose} differ[^:]*SO THEY DO NOT AGREE", said)
+        assert all(re.search(rf"of {each} differ[^:]*so they agree", said) for each in others)
 
 
 def measure_without_memory(context: RankContext, shape: TrainShape) -> TrainFound:

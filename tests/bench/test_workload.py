@@ -26,6 +26,21 @@ def test_routes_go_where_the_reference_sends_them() -> None:
     assert (even.placement, even.plan, even.topk_ids[1].tolist()) == (None, SHAPE.plan(4), SHAPE.topk_ids(1).tolist())
 
 
+def test_batches_are_split_as_the_reference_splits_them() -> None:
+    """The slots are empty before, and no rank has more than the mean, rounded up, if there are as many as experts."""
+    even = SHAPE.routing(4)
+    for spare in (1, 2):
+        routing = SHAPE.routing(4, spare, balanced=True)
+        assert routing.placement == tl.Placement.default(8, 4, 2 + spare)
+        table = routing.placement.to_tensor().tolist()
+        plan, ids = reference.place(even.plan, even.topk_ids, table)
+        wanted, _ = reference.split(plan, ids, table)
+        assert routing.plan == plan
+        assert [each.tolist() for each in routing.topk_ids] == [each.tolist() for each in wanted]
+    assert even.fullest_rank > 1.1
+    assert routing.routes.sum(1).max() == 40 * 2
+
+
 def test_a_placement_is_of_another_batch() -> None:
     """It is planned from the same popularity and other tokens: nobody knows a batch before it comes. Calls of few
     tokens and of many have the same one."""

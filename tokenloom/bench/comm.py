@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,8 @@ class OurCall:
                 self._options["scale_layout"] = series.scale_layout
         elif operation.layout == "expert" and series.sizes == "bounded":
             self._options["capacity"] = inputs.expert_rows
+        # As beside it. The default of balanced batches is a row for each route on the way home.
+        self._mode: Literal["per_rank"] | None = None if series.balance is None else "per_rank"
         self._before: Routed | None = None
         if "combine" in operation.name:
             self._before = self.dispatch(copy=True)  # later dispatches would overwrite a view of a receive buffer
@@ -85,7 +87,7 @@ class OurCall:
     def combine(self, routed: Routed | None) -> torch.Tensor:
         """Combine the same expert outputs, whatever was dispatched."""
         assert routed is not None
-        return self._comm.combine(self._y, routed)
+        return self._comm.combine(self._y, routed, mode=self._mode)
 
     def send(self) -> list[Pending[Any]]:
         """Send the first halves. A dispatch and a combine are of two micro-batches, open at the same time."""
@@ -93,7 +95,7 @@ class OurCall:
         if self._name != "combine":
             pendings.append(self._comm.send_dispatch(*self._given, **self._options))
         if self._before is not None:
-            pendings.append(self._comm.send_combine(self._y, self._before))
+            pendings.append(self._comm.send_combine(self._y, self._before, mode=self._mode))
         return pendings
 
 
@@ -139,6 +141,7 @@ class CallMaker:
                 num_sms=series.num_sms or None,
                 ranks_per_node=series.ranks_per_node,
                 placement=series.routing(self._context.num_ranks).placement,
+                balance=series.balance,
             )
             self._communicators[key] = self._stack.enter_context(comm)
         return self._communicators[key]
@@ -152,7 +155,7 @@ class CallMaker:
 
 def _communicator_of(series: CallSeries) -> tuple[Any, ...]:
     """What series have alike that share a communicator."""
-    return series.backend, series.num_sms, series.spare_slots
+    return series.backend, series.num_sms, series.spare_slots, series.balance
 
 
 class Gemm:
@@ -472,6 +475,7 @@ def _setup_of(series: CallSeries, pool: RankPool, iterations: int) -> dict[str, 
         "beside_us": series.beside_us,
         "calls_per_sample": calls.get(series.timing, 1),
         "spare_slots": series.spare_slots,
+        "balance": series.balance,
         "routing": "lognormal" if series.shape.max_vio else "uniform",
         "routing_seed": ROUTING_SEED,
         "iterations": iterations,
@@ -502,6 +506,7 @@ def run_comm(run: Run, series: Sequence[CallSeries], notes: Sequence[str], itera
     }
     floors = [legends.COMM_FLOOR] if any(row.floor_us is not None for row in measured) else []
     about = legends.about_routings([row.setup for row in measured])
+    about += [legends.COMM_BATCH] if any(row.setup["balance"] for row in measured) else []
     texts = (legends.COMM, *floors, *about, *(text for kind, text in legends.COMM_KINDS.items() if kind in kinds))
     run.say(*(text.format(**numbers) for text in texts))
     run.keep(setup, notes, measured)
@@ -536,9 +541,8 @@ def _sms(row: Row) -> str:
 def _who(row: Row) -> str:
     sms = "" if row.num_sms is None else f", {_sms(row)} SMs"
     halves = ", halves around a GEMM" if kind_of(row) == "halves" else ""
-    return with_spare_slots(
-        f"{row.setup['backend']}{sms}, {row.setup['timing']}{halves}", row.setup.get("spare_slots")
-    )
+    who = f"{row.setup['backend']}{sms}, {row.setup['timing']}{halves}"
+    return with_spare_slots(who, row.setup.get("spare_slots"), row.setup.get("balance"))
 
 
 def _operation(row: Row) -> str:

@@ -13,7 +13,7 @@ from tokenloom.backends import registry
 from tokenloom.backends.nodes.hierarchical.exchange import WORD
 from tokenloom.bench.rivals import deep_ep
 from tokenloom.bench.setup import TRANSPORTS
-from tokenloom.bench.workload import LINK_GBYTES_PER_S, CallSizes, Operation, Payload, Routing, routing_names
+from tokenloom.bench.workload import LINK_GBYTES_PER_S, Balance, CallSizes, Operation, Payload, Routing, routing_names
 from tokenloom.comm.communicator import ScaleLayout, Sizes
 from tokenloom.comm.routed import Layout
 from tokenloom.errors import BackendUnavailable, InvalidArgument
@@ -115,6 +115,19 @@ def sums_per_rank(backend: str) -> bool:
     return "dedup" in registry.capabilities(backend).combine_strategies
 
 
+def splits_batches(backend: str) -> bool:
+    """Whether a backend has ``balance="batch"``."""
+    return registry.capabilities(backend).gathers_counts
+
+
+def _slots_beside(backend: str, spare_slots: int | None) -> list[tuple[int | None, Balance]]:
+    """Spare slots and balance of the rows of an operation that stand beside each other."""
+    if spare_slots is None or backend == deep_ep.NAME:
+        return [(None, None)]
+    balances: tuple[Balance, ...] = (None, "batch") if splits_batches(backend) else (None,)
+    return [(None, None), *((spare_slots, balance) for balance in balances)]
+
+
 def label(name: str) -> str:
     """A row's name without its sizes, which the title of a table says."""
     parts = name.split("/")
@@ -140,6 +153,7 @@ class CallSeries:
             piece.
         spare_slots: slots of each rank beyond its even share of experts, for replicas of hot ones; None for no
             placement.
+        balance: "batch": the slots are empty, and each dispatch is split over the ranks.
     """
 
     shape: CallSizes
@@ -150,10 +164,11 @@ class CallSeries:
     ranks_per_node: int | None = None
     beside_us: float | None = None
     spare_slots: int | None = None
+    balance: Balance = None
 
     def routing(self, num_ranks: int) -> Routing:
         """Routing of all ranks."""
-        return self.shape.routing(num_ranks, self.spare_slots)
+        return self.shape.routing(num_ranks, self.spare_slots, balanced=self.balance is not None)
 
     @property
     def possible(self) -> bool:
@@ -178,12 +193,13 @@ class CallSeries:
     def name(self, num_ranks: int) -> str:
         """operation/backend/ranks/tokens per rank/hidden/top-k/payload/layout/timing.
 
-        Behind it come /vX, the MaxVio of a routing that is not even, /spareN of a placement, and /halves.
+        Behind it come /vX, the MaxVio of a routing that is not even, /spareN of a placement, /batch of dispatches that
+        are split over the ranks, and /halves.
         """
         shape, operation = self.shape, self.operation
         sizes = f"ep{num_ranks}/t{shape.num_tokens}/h{shape.hidden}/k{shape.top_k}"
         kind = f"{operation.payload}/{operation.layout}/{self.timing}"
-        ends = routing_names(shape.max_vio, self.spare_slots)
+        ends = routing_names(shape.max_vio, self.spare_slots, self.balance)
         ends += [] if self.beside_us is None else ["halves"]
         return "/".join([operation.name, self.backend, sizes, kind, *ends])
 
@@ -261,7 +277,8 @@ def plan_series(
         timings: clocks to measure by; None: all that the device has.
         beside_us: measure halves around a GEMM of this many microseconds, instead of calls of one piece.
         ranks_per_node: nodes that the ranks are taken for.
-        spare_slots: measure each call of ours with replicas of hot experts too, in as many slots more on each rank.
+        spare_slots: measure each call of ours with as many slots more on each rank too: with replicas of hot experts,
+            and split over the ranks per batch.
     """
     for sms in num_sms:
         if not 0 <= sms <= registry.MAX_SMS:
@@ -280,11 +297,17 @@ def plan_series(
         found, said = who_works(device, num_ranks, shape, names_wanted, num_sms, chosen, halves, ranks_per_node)
         notes |= dict.fromkeys(said)
         planned = [
-            CallSeries(shape, each, *who, beside_us, spare)
+            CallSeries(shape, each, *who, beside_us, *slots)
             for each in OPERATIONS
             for who in found
-            for spare in ((None,) if spare_slots is None or who[0] == deep_ep.NAME else (None, spare_slots))
+            for slots in _slots_beside(who[0], spare_slots)
         ]
+        if spare_slots is not None:
+            ours = [who[0] for who in found if who[0] != deep_ep.NAME]
+            unsplit = [
+                f"{name} splits no batches, so it has no rows per batch" for name in ours if not splits_batches(name)
+            ]
+            notes |= dict.fromkeys(unsplit)
         series += [each for each in planned if each.possible]
     if not series:
         raise BackendUnavailable(f"there is nothing to measure, because {'; '.join(notes)}")

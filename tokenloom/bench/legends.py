@@ -11,6 +11,11 @@ COMM_FLOOR = (
 )
 SKEW = "v: MaxVio of the routing, the largest expected load of an expert over the mean, less 1."
 SPARE = "spare: with replicas of hot experts in as many slots more on each rank, planned from another batch."
+BATCH = "batch: the slots are empty, and each batch is split over the ranks (balance='batch')."
+COMM_BATCH = (
+    "Of rows with batch, a dispatch begins with an exchange of counts, which its time includes. Nobody pulls weights "
+    "here, which is the part of layers. Combines sum per rank, as those beside them."
+)
 FULLEST = "Fullest rank: routes of the rank with most, over the mean of all ranks."
 COMM_CLOCKS = {
     "cpu": "wall, the host's",
@@ -30,8 +35,10 @@ COMM_KINDS = {
 def about_routings(setups: Sequence[Mapping[str, Any]]) -> list[str]:
     """Explain what rows of these setups say of their routings; nothing where all are even and without a placement."""
     skewed = any(each["max_vio"] for each in setups)
-    replicated = any(each.get("spare_slots") is not None for each in setups)
-    texts = [SKEW] * skewed + [SPARE] * replicated
+    placed = [each for each in setups if each.get("spare_slots") is not None]
+    balanced = any(each.get("balance") for each in placed)
+    replicated = any(not each.get("balance") for each in placed)
+    texts = [SKEW] * skewed + [SPARE] * replicated + [BATCH] * balanced
     return [*texts, FULLEST] if texts else []
 
 
@@ -53,6 +60,10 @@ TRAIN_TIMES = (
     "TFLOP/s: of the experts' GEMMs, for each rank that computes."
 )
 TRAIN_SPARE = "Its backward sums the gradients of an expert's replicas at their owner, as before an optimizer's step."
+TRAIN_BATCH = (
+    "It pulls experts in forward and again in backward, and brings their gradients home. Its strategy is that of the "
+    "layer beside it."
+)
 TRAIN_BASELINES = (
     "{rival} rival: torch alone (sort by expert, all_to_all_single of one row per route, grouped_mm, SwiGLU, and "
     "back). Local: one rank's tokens and experts, without a network. One rank: all tokens and all experts, while the "

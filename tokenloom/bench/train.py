@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,16 @@ from tokenloom.bench.train_work import (
     make_problem,
     require_steerable,
 )
-from tokenloom.bench.workload import DTYPES, EARLIER_TOKENS, Routing, placed, planned, routing_names, with_spare_slots
+from tokenloom.bench.workload import (
+    DTYPES,
+    EARLIER_TOKENS,
+    Balance,
+    Routing,
+    placed,
+    planned,
+    routing_names,
+    with_spare_slots,
+)
 from tokenloom.comm.communicator import Communicator
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
@@ -61,11 +70,26 @@ CHOSEN_BY = {
     "tune": "tuned here (`tokenloom tune`)",
     "default": "the default; `tokenloom tune` has chosen none for this shape here",
 }
-OURS, SPARE, LOCAL, ONE = "ours", "spare", "local", "one"
-"""The layer, the same with replicas of experts in spare slots, and baselines."""
+OURS, SPARE, BATCH, LOCAL, ONE = "ours", "spare", "batch", "local", "one"
+"""The layer, the same with replicas of experts in spare slots, with splits of batches instead, and baselines."""
+WITH_SLOTS = {SPARE: "with replicas", BATCH: "with splits of batches"}
+"""Layers that have spare slots, in words."""
 BASELINES = (LOCAL, ONE)
 PASSES = ("inference", "forward", "backward")
 """Passes that are timed: forward without gradients, forward with them, backward."""
+
+
+@dataclass(frozen=True)
+class SlotsFound:
+    """What a rank found of a layer with spare slots.
+
+    Attributes:
+        routes: routes that this rank's slots got.
+        differences: of outputs and gradients from those of the layer without, by TENSORS.
+    """
+
+    routes: int
+    differences: dict[str, Difference]
 
 
 @dataclass(frozen=True)
@@ -78,8 +102,7 @@ class TrainFound:
         checked: differences from the reference, by TENSORS; None if that was not asked for.
         rival: differences of the rival from ours, by TENSORS.
         layers: samples of PASSES, by who; empty for those who could not be measured, with the reason.
-        replica_routes: routes that this rank's slots got, in the layer with replicas; None without.
-        replicas: differences of that layer from ours, by TENSORS.
+        with_slots: layers with spare slots, by SPARE and BATCH.
     """
 
     backend: str
@@ -90,8 +113,7 @@ class TrainFound:
     rival: dict[str, Difference]
     saved: list[SavedTensor]
     layers: dict[str, Measured]
-    replica_routes: int | None = None
-    replicas: dict[str, Difference] | None = None
+    with_slots: dict[str, SlotsFound] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,13 +122,14 @@ class TrainRow:
 
     Attributes:
         name: train/backend, rival or baseline/ranks/tokens of all ranks/hidden/intermediate/experts/top-k/dtype/pass,
-            with /MaxVio before the pass where the routing is drawn, and /spare slots of the layer with replicas.
-        who: OURS, SPARE, the rival, or one of BASELINES.
+            with /MaxVio before the pass where the routing is drawn, /spare slots of a layer that has them, and /batch
+            where these are for splits of batches.
+        who: OURS, SPARE, BATCH, the rival, or one of BASELINES.
         what: one of PASSES.
         p50_ms, p99_ms, slowest_rank: time over samples, each of its slowest rank.
         tflops: rate of the experts' GEMMs, per rank that works, per p50.
-        exposed_ms: in rows of OURS and SPARE, by baseline: p50 less the baseline's; that of "one" is divided by the
-            ranks.
+        exposed_ms: in rows of OURS, SPARE and BATCH, by baseline: p50 less the baseline's; that of "one" is divided
+            by the ranks.
         scaling: likewise, time of "one" divided by the ranks, over ours; 1 is a network that costs nothing.
         rival_ratio: likewise, the rival's time over ours.
         setup: everything needed to repeat the row, besides what all rows of a run share.
@@ -173,15 +196,18 @@ def measure_on_rank(context: RankContext, shape: TrainShape, options: TrainOptio
         found = ours.results()
         beside_rival = compare_all(rival.results(), found)
         checked = compare_with_reference(context, problem, shape.top_k, found) if options.check else None
-        replicated = None
+        with_slots: dict[str, LayerWithSlots] = {}
         if options.spare_slots is not None:
             alike = replace(options, strategy=layer.experts.strategy)
-            replicated = stack.enter_context(_replicated(context, ranks, shape, alike, problem, found))
+            given = (context, ranks, shape, alike, problem, found)
+            with_slots[SPARE] = stack.enter_context(_with_slots(*given, None))
+            if layer.comm.engine.capabilities.gathers_counts:
+                with_slots[BATCH] = stack.enter_context(_with_slots(*given, "batch"))
         del found
         saved = layer.saved_activations(problem.x)
         layers = {
             OURS: ours,
-            **({} if replicated is None else {SPARE: replicated.layer}),
+            **{who: each.layer for who, each in with_slots.items()},
             TRANSPORTS[context.device.type]: rival,
             LOCAL: _local(problem, shape.top_k),
             ONE: _one(context, ranks, shape, options),  # last: it may take whatever memory is still free
@@ -189,8 +215,8 @@ def measure_on_rank(context: RankContext, shape: TrainShape, options: TrainOptio
         contestants = {who: Contestant(partial(each.step, context)) for who, each in layers.items()}
         take_turns(contestants, options.iterations, WARM_UP_STEPS, say=say)
         layer.comm.check()
-        if replicated is not None:
-            replicated.comm.check()
+        for each in with_slots.values():
+            each.comm.check()
         return TrainFound(
             backend=layer.comm.backend,
             strategy=layer.experts.strategy,
@@ -203,13 +229,12 @@ def measure_on_rank(context: RankContext, shape: TrainShape, options: TrainOptio
                 who: Measured(why_not=each.why_not) if each.why_not else contestants[who].measured
                 for who, each in layers.items()
             },
-            replica_routes=None if replicated is None else replicated.routes,
-            replicas=None if replicated is None else replicated.differences,
+            with_slots={who: each.found for who, each in with_slots.items()},
         )
 
 
 def _make_layer(
-    context: RankContext, shape: TrainShape, options: TrainOptions, spare_slots: int = 0
+    context: RankContext, shape: TrainShape, options: TrainOptions, spare_slots: int = 0, balance: Balance = None
 ) -> ExpertParallelMoE:
     return ExpertParallelMoE(
         context.group,
@@ -223,6 +248,7 @@ def _make_layer(
         redispatch_in_backward=options.redispatch_in_backward,
         pool_rows=options.pool_rows,
         spare_slots=spare_slots,
+        balance=balance,
         device=context.device,
         dtype=DTYPES[options.dtype],
     )
@@ -245,51 +271,50 @@ def _routes_here(context: RankContext, routing: Routing) -> int:
 
 
 @dataclass(frozen=True)
-class Replicated:
-    """The layer with replicas, beside the one without.
-
-    Attributes:
-        routes: routes that this rank's slots get.
-        differences: of outputs and gradients from those without replicas, by TENSORS.
-    """
+class LayerWithSlots:
+    """A layer with spare slots, beside the one without."""
 
     comm: Communicator
     layer: TrainLayer
-    routes: int
-    differences: dict[str, Difference]
+    found: SlotsFound
 
 
 @contextmanager
-def _replicated(
+def _with_slots(
     context: RankContext,
     ranks: RankGroup,
     shape: TrainShape,
     options: TrainOptions,
     problem: TrainProblem,
     without: tuple[torch.Tensor, ...],
-) -> Iterator[Replicated]:
-    """Make the layer with replicas as a user does: place its experts by what the router chose for other tokens.
+    balance: Balance,
+) -> Iterator[LayerWithSlots]:
+    """Make the layer as a user does. With replicas, its experts are placed by what the router chose for other tokens.
 
     Args:
-        problem: of the layer without replicas, which this one gets too.
+        problem: of the layer without spare slots, which this one gets too.
         without: what came of it.
+        balance: what the slots are for. None: replicas.
     """
     assert options.spare_slots is not None
-    layer, plan = _make_layer(context, shape, options, options.spare_slots), shape.plan(context.num_ranks)
+    layer, plan = _make_layer(context, shape, options, options.spare_slots, balance), shape.plan(context.num_ranks)
     with closing(layer.comm):
-        weights, seed = _draw_weights(layer), context.num_ranks + context.rank
-        earlier = make_problem(EARLIER_TOKENS, problem.weights, shape.top_k, options.max_vio, seed)
-        chosen = _chosen_by_all(ranks, earlier, shape.top_k)
-        placement = planned(chosen, shape.num_experts, context.num_ranks, options.spare_slots)
-        del earlier
-        place_experts(layer, placement)
+        weights = _draw_weights(layer)
+        if balance is None:
+            seed = context.num_ranks + context.rank
+            earlier = make_problem(EARLIER_TOKENS, problem.weights, shape.top_k, options.max_vio, seed)
+            chosen = _chosen_by_all(ranks, earlier, shape.top_k)
+            del earlier
+            place_experts(layer, planned(chosen, shape.num_experts, context.num_ranks, options.spare_slots))
         its = replace(problem, x=problem.x.detach().clone().requires_grad_(), weights=weights)
-        made = TrainLayer(lambda: layer(its.x)[0], lambda out: its.gradients_at_owners(out, layer))
+        gradients = its.gradients if balance else partial(its.gradients_at_owners, layer=layer)
+        made = TrainLayer(lambda: layer(its.x)[0], gradients)
         *of_tokens, dw1, dw2 = made.results()
-        of_experts = by_expert(layer.experts, {"dw1": dw1, "dw2": dw2}, "by owners", "comparing replicas")
+        of_experts = by_expert(layer.experts, {"dw1": dw1, "dw2": dw2}, "by owners", "comparing spare slots")
         differences = compare_all((*of_tokens, *map(local_part, of_experts.values())), without)
-        routing = placed(plan, _chosen_by_all(ranks, problem, shape.top_k), placement)
-        yield Replicated(layer.comm, made, _routes_here(context, routing), differences)
+        chosen = _chosen_by_all(ranks, problem, shape.top_k)
+        routing = placed(plan, chosen, layer.comm.placement, balanced=balance is not None)
+        yield LayerWithSlots(layer.comm, made, SlotsFound(_routes_here(context, routing), differences))
 
 
 def _who_chose(layer: ExpertParallelMoE, options: TrainOptions, dtype: torch.dtype) -> str:
@@ -392,28 +417,30 @@ class TrainReport:
         self._sizes = f"ep{self._num_ranks}/{sizes}/{options.dtype}"
         self._setup = asdict(shape) | asdict(options) | {"num_ranks": self._num_ranks, "backend": first.backend}
         self._setup |= {"strategy": asdict(first.strategy), "chosen_by": first.chosen_by, "rounds": harness.ROUNDS}
-        self._setup |= {"tokens_per_rank": self._tokens, "spare_slots": None}
+        self._setup |= {"tokens_per_rank": self._tokens, "spare_slots": None, "balance": None}
         self._setup |= _fullest([each.routes for each in by_rank])
-        self._replica_routes = [each.replica_routes for each in by_rank if each.replica_routes is not None]
-        self.rival = next(who for who in first.layers if who not in (OURS, SPARE, *BASELINES))
+        self._slot_routes = {who: [each.with_slots[who].routes for each in by_rank] for who in first.with_slots}
+        self.rival = next(who for who in first.layers if who not in (OURS, *WITH_SLOTS, *BASELINES))
         self.checks = self._make_checks()
         self.times = self._make_times()
         self.saved = self._make_saved()
         self.passed = all(row.passed for row in self.checks)
         self.notes = self._make_notes()
 
-    def _spare_slots(self, who: str) -> int | None:
-        return self._options.spare_slots if who == SPARE else None
+    def _slots_of(self, who: str) -> tuple[int | None, Balance]:
+        """Spare slots, and what fills them for each batch."""
+        return self._options.spare_slots if who in WITH_SLOTS else None, "batch" if who == BATCH else None
 
     def _name(self, who: str, what: str) -> str:
-        its = self._by_rank[0].backend if who in (OURS, SPARE) else who
-        routing = routing_names(self._options.max_vio, self._spare_slots(who))
+        its = self._by_rank[0].backend if who in (OURS, *WITH_SLOTS) else who
+        routing = routing_names(self._options.max_vio, *self._slots_of(who))
         return "/".join(["train", its, self._sizes, *routing, what])
 
     def _setup_of(self, who: str) -> dict[str, Any]:
-        if who != SPARE:
+        if who not in WITH_SLOTS:
             return self._setup
-        return self._setup | {"spare_slots": self._options.spare_slots} | _fullest(self._replica_routes)
+        spare_slots, balance = self._slots_of(who)
+        return self._setup | {"spare_slots": spare_slots, "balance": balance} | _fullest(self._slot_routes[who])
 
     def _make_checks(self) -> list[CheckRow]:
         by_rank = [each.checked for each in self._by_rank if each.checked is not None]
@@ -436,7 +463,7 @@ class TrainReport:
                 ms = p50[who][what]
                 tokens = self._shape.num_tokens if who == ONE else self._tokens
                 flops = self._shape.forward_flops(tokens) * (2 if what == "backward" else 1)
-                is_ours = who in (OURS, SPARE)
+                is_ours = who in (OURS, *WITH_SLOTS)
                 baselines = {each: p50[each][what] * even[each] for each in BASELINES if is_ours and each in p50}
                 rows.append(
                     TrainRow(
@@ -470,11 +497,14 @@ class TrainReport:
         layers = self._by_rank[0].layers.items()
         notes = [f"{who} is not measured: {each.why_not}" for who, each in layers if each.why_not]
         notes.append(self._agreement(self.rival, [each.rival for each in self._by_rank])[0])
-        replicas = [each.replicas for each in self._by_rank if each.replicas is not None]
-        if replicas:
-            note, agree = self._agreement("the layer with replicas", replicas)
+        for who in self._slot_routes:
+            found = [each.with_slots[who].differences for each in self._by_rank]
+            note, agree = self._agreement(f"the layer {WITH_SLOTS[who]}", found)
             notes.append(note)
             self.passed &= agree or not self._options.check
+        if SPARE in self._slot_routes and BATCH not in self._slot_routes:
+            backend = self._by_rank[0].backend
+            notes.append(f"{backend} splits no batches, so there is no layer that does")
         return notes
 
     def _agreement(self, who: str, by_rank: Sequence[dict[str, Difference]]) -> tuple[str, bool]:
@@ -494,10 +524,9 @@ class TrainReport:
         """Lines on the layer and on how it ran."""
         shape, options, first = self._shape, self._options, self._by_rank[0]
         routes = [each.routes for each in self._by_rank]
-        replicas = [
-            f"{with_spare_slots('with replicas', options.spare_slots)}: it gets at most {max(each):,}"
-            for each in [self._replica_routes]
-            if each
+        with_slots = [
+            f"{with_spare_slots(WITH_SLOTS[who], options.spare_slots)}: it gets at most {max(each):,}"
+            for who, each in self._slot_routes.items()
         ]
         return [
             f"{counted(self._num_ranks, 'rank')} on {where}, backend {first.backend}: "
@@ -508,7 +537,7 @@ class TrainReport:
             f"{'tokens, sent again' if options.redispatch_in_backward else 'dispatched rows'}, "
             f"{'exact sizes' if options.pool_rows is None else f'room for {options.pool_rows} rows'}; "
             f"MaxVio {options.max_vio:g}: a rank's experts get {np.mean(routes):,.0f} routes, at most {max(routes):,}",
-            *replicas,
+            *with_slots,
             f"strategy: dispatch {first.strategy.dispatch}, combine {first.strategy.combine}: "
             f"{CHOSEN_BY[first.chosen_by]}",
         ]
@@ -521,9 +550,10 @@ class TrainReport:
         vio = self._options.max_vio
         return [Point(sizes, row.what, self._label(row.who), vio, 1e3 * row.p50_ms) for row in self.times]
 
-    def about_replicas(self) -> list[str]:
-        """Lines on the layer with replicas, if there is one."""
-        return [legends.SPARE, legends.TRAIN_SPARE] if self._replica_routes else []
+    def about_slots(self) -> list[str]:
+        """Lines on the layers with spare slots, if there are any."""
+        texts = {SPARE: (legends.SPARE, legends.TRAIN_SPARE), BATCH: (legends.BATCH, legends.TRAIN_BATCH)}
+        return [text for who in self._slot_routes for text in texts[who]]
 
     def check_table(self) -> Table:
         """Differences from the reference."""
@@ -571,8 +601,8 @@ class TrainReport:
         return table
 
     def _label(self, who: str) -> str:
-        if who == SPARE:
-            return with_spare_slots("this layer", self._options.spare_slots)
+        if who in WITH_SLOTS:
+            return with_spare_slots("this layer", *self._slots_of(who))
         labels = {OURS: "this layer", LOCAL: "local", ONE: "one rank, all tokens"}
         return labels.get(who, f"{who} rival")
 
@@ -581,9 +611,9 @@ class TrainReport:
         baselines = ("one / W\nms", "exposed\nms", "%", "scaling\n%", "local\nms", "exposed\nms", "%")
         table = _table("", "this\nlayer ms", *baselines, f"{self.rival}\n/ ours")
         for row in self.times:
-            if row.who not in (OURS, SPARE) or row.what == "inference":
+            if row.who not in (OURS, *WITH_SLOTS) or row.what == "inference":
                 continue
-            what = "/".join([row.what, *routing_names(0.0, row.setup["spare_slots"])])
+            what = "/".join([row.what, *routing_names(0.0, *self._slots_of(row.who))])
             cells = [what, f"{row.p50_ms:,.4g}"]
             for baseline in (ONE, LOCAL):
                 ms = row.exposed_ms.get(baseline)
@@ -661,8 +691,8 @@ def _show(run: Run, report: TrainReport, notes: Sequence[str], about_speed: Sequ
     title("kept for backward, on a rank")
     run.show(report.saved_table())
     title("times")
-    run.show(report.times_table([OURS, SPARE]), keys=2)
-    run.say(legends.TRAIN_TIMES, *report.about_replicas())
+    run.show(report.times_table([OURS, *WITH_SLOTS]), keys=2)
+    run.say(legends.TRAIN_TIMES, *report.about_slots())
     title("baselines")
     run.show(report.times_table([report.rival, *BASELINES]), keys=2)
     run.say(legends.TRAIN_BASELINES.format(rival=report.rival), *notes)

@@ -84,7 +84,8 @@ class TrainOptions:
         max_vio: largest expected load of an expert over the mean, less 1. 0: as a random router chooses.
         strategy: what carries the payloads; None: the layer's own choice.
         pool_rows: most rows of a rank's experts; None: exact sizes.
-        spare_slots: measure the layer with replicas in so many more slots of each rank too; None: do not.
+        spare_slots: measure the layer with so many more slots of each rank too, with replicas in them, and with each
+            batch split over the ranks; None: do not.
     """
 
     dtype: str

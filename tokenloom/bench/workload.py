@@ -59,9 +59,13 @@ class CallSizes:
         sizes = (self.num_tokens, self.num_experts, self.top_k)
         return draw_topk_ids(ROUTING_SEED + rank, *sizes, self.max_vio).long()
 
-    def routing(self, num_ranks: int, spare_slots: int | None = None) -> Routing:
-        """Routing of all ranks, with replicas of experts in spare slots if a number of slots is given."""
-        return _routing(self, num_ranks, spare_slots)
+    def routing(self, num_ranks: int, spare_slots: int | None = None, *, balanced: bool = False) -> Routing:
+        """Routing of all ranks, with replicas of experts in spare slots if a number of slots is given.
+
+        Args:
+            balanced: leave the slots empty instead, and split the batch over the ranks.
+        """
+        return _routing(self, num_ranks, spare_slots, balanced)
 
     def placement(self, num_ranks: int, spare_slots: int) -> Placement:
         """Plan replicas in spare slots of each rank, from other tokens of the same popularity."""
@@ -77,7 +81,7 @@ class Routing:
     """Where the routes of all ranks go.
 
     Attributes:
-        placement: which slots hold which experts; None: expert e is on rank e // (E / W).
+        placement: which slots hold which experts before the batch comes; None: expert e is on rank e // (E / W).
         plan: sizes. With a placement its experts are slots.
         topk_ids: int64 [T, K] of each rank, on the CPU: experts, or with a placement their slots.
     """
@@ -99,27 +103,36 @@ class Routing:
         return float(by_rank.max() / by_rank.mean()) if by_rank.any() else 1.0
 
 
-def placed(plan: Plan, topk_ids: Sequence[torch.Tensor], placement: Placement | None) -> Routing:
+def placed(
+    plan: Plan, topk_ids: Sequence[torch.Tensor], placement: Placement | None, *, balanced: bool = False
+) -> Routing:
     """Give each route its slot of a placement.
 
     Args:
         plan: sizes, whose experts the ids name.
         topk_ids: [T, K] of each rank, on the CPU.
+        balanced: split the batch over the ranks, as ``balance="batch"`` does.
     """
     if placement is None:
         return Routing(None, plan, topk_ids)
     slot_ids = []
+    counts = torch.stack([torch.bincount(ids[ids >= 0], minlength=plan.num_experts) for ids in topk_ids])
     for rank, ids in enumerate(topk_ids):
         table = SlotTable(plan.num_experts, plan.num_ranks, placement.slots_per_rank, rank, torch.device("cpu"))
         table.write(placement.slot_ids())
-        slot_ids.append(table.slots_of_routes(ids.contiguous()).long())
+        split = table.split(counts, rows_per_pull=0, always=False) if balanced else None
+        slot_ids.append(table.slots_of_routes(ids.contiguous(), split=split).long())
     return Routing(placement, plan_of_slots(plan, placement), slot_ids)
 
 
 @lru_cache(maxsize=8)
-def _routing(shape: CallSizes, num_ranks: int, spare_slots: int | None) -> Routing:
-    placement = None if spare_slots is None else shape.placement(num_ranks, spare_slots)
-    return placed(shape.plan(num_ranks), [shape.topk_ids(rank) for rank in range(num_ranks)], placement)
+def _routing(shape: CallSizes, num_ranks: int, spare_slots: int | None, balanced: bool) -> Routing:
+    plan, placement = shape.plan(num_ranks), None
+    if spare_slots is not None and balanced:
+        placement = Placement.default(plan.num_experts, num_ranks, plan.experts_per_rank + spare_slots)
+    elif spare_slots is not None:
+        placement = shape.placement(num_ranks, spare_slots)
+    return placed(plan, [shape.topk_ids(rank) for rank in range(num_ranks)], placement, balanced=balanced)
 
 
 @lru_cache(maxsize=8)
@@ -139,21 +152,25 @@ def planned(topk_ids: Sequence[torch.Tensor], num_experts: int, num_ranks: int, 
     return plan_replicas(counts, num_ranks, num_experts // num_ranks + spare_slots)
 
 
-def routing_names(max_vio: float, spare_slots: int | None) -> list[str]:
-    """Name a routing in rows: vX, the MaxVio of one that is not even, and spareN of a placement."""
+def routing_names(max_vio: float, spare_slots: int | None, balance: str | None = None) -> list[str]:
+    """Name a routing in rows: vX, the MaxVio of one that is not even, spareN of a placement, and batch of splits."""
     skew = [f"v{max_vio:g}"] if max_vio else []
-    return skew if spare_slots is None else [*skew, f"spare{spare_slots}"]
+    spare = [] if spare_slots is None else [f"spare{spare_slots}"]
+    return [*skew, *spare, *([] if balance is None else [balance])]
 
 
-def with_spare_slots(who: str, spare_slots: int | None) -> str:
-    """Say of somebody measured how many spare slots a rank has, if there is a placement."""
-    return who if spare_slots is None else f"{who}, {counted(spare_slots, 'spare slot')} a rank"
+def with_spare_slots(who: str, spare_slots: int | None, balance: str | None = None) -> str:
+    """Say of somebody measured how many spare slots a rank has, if there is a placement, and what fills them."""
+    slots = "" if spare_slots is None else f", {counted(spare_slots, 'spare slot')} a rank"
+    return who + slots + ("" if balance is None else f", per {balance}")
 
 
 SLOT_STEP = 128
 """Rows of a tile of a grouped GEMM."""
 
 
+Balance = Literal["batch"] | None
+"""What ``balance=`` of a communicator takes."""
 Payload = Literal["bf16", "fp8", "to_fp8"]
 
 

@@ -171,7 +171,8 @@ SpareSlots = Annotated[
     int | None,
     whole_option(
         "--spare-slots",
-        "Measure each row of ours with replicas of hot experts too, in as many slots more on each rank.",
+        "Measure each row of ours with as many slots more on each rank too: with replicas of hot experts, and, but in "
+        "mega, with each batch split over the ranks. bench comm pulls no weights for that.",
     ),
 ]
 JsonFile = Annotated[Path | None, new_file_option("--json", "Also write the rows, with their setup, to this file.")]
