@@ -125,7 +125,7 @@ def split(
         table: for each rank, the expert in each of its slots, -1 for an empty one.
         masked: ranks that take no part.
         rows_per_pull: the split counts for nothing unless the fullest rank loses so many routes for each expert that a
-            rank pulls.
+            rank takes an empty slot for, or that others take one for of what it gave, whichever are more.
         always: it counts in any case.
 
     Returns:
@@ -146,7 +146,7 @@ def split(
     mean = math.ceil(sum(loads) / (plan.num_ranks - len(masked)))
     helpers = {rank for rank in ranks if rank not in masked}
     batch = [list(experts) for experts in table]
-    pulled = [0] * plan.num_ranks
+    pulled, sent = [0] * plan.num_ranks, [0] * plan.num_ranks
     while helpers:
         surplus = sum(max(0, load(rank) - mean) for rank in ranks)
         giver, helper = max(ranks, key=load), min(sorted(helpers), key=load)
@@ -160,12 +160,13 @@ def split(
                     break
                 batch[helper][batch[helper].index(-1)] = expert
                 pulled[helper] += 1
+                sent[giver] += 1
             target = routes[helper * per_rank + batch[helper].index(expert)]
             while wanted > 0 and routes[slot]:
                 target.append(routes[slot].pop())
                 wanted -= 1
     gain = max(loads) - max(load(rank) for rank in ranks)
-    if not (always or gain >= max(1, rows_per_pull * max(pulled))):
+    if not (always or gain >= max(1, rows_per_pull * max(*pulled, *sent))):
         return list(slot_ids), [list(experts) for experts in table]
     placed = [torch.full_like(ids, -1) for ids in slot_ids]
     for slot, its in enumerate(routes):

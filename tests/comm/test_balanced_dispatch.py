@@ -122,8 +122,9 @@ def test_whether_it_pays(context: RankContext) -> None:
     fullest = max(sum(int((ids >= 0).sum()) for ids in problem.topk_ids), 1)
     by_slot, batch = balanced(problem, placement)
     now = by_slot.rows_needed("expert")
-    gain = fullest - now
-    for rows_per_pull, pays in ((gain, True), (gain + 1, False)):
+    pulls = context.num_ranks - 1  # all from one rank
+    most = (fullest - now) // pulls
+    for rows_per_pull, pays in ((most, True), (most + 1, False)):
         comm = make_comm(
             context, "collective", problem.plan, placement=placement, balance="batch", rows_per_pull=rows_per_pull
         )
@@ -132,7 +133,7 @@ def test_whether_it_pays(context: RankContext) -> None:
         routed = comm.dispatch(*problem.arguments(context))
         table = batch if pays else placement.to_tensor().tolist()
         assert routed.slot_experts.tolist() == table[rank]
-        once = (1, int(pays), fullest, now if pays else fullest, int(pays))
+        once = (1, int(pays), fullest, now if pays else fullest, pulls * pays)
         assert comm.balance_stats() == once
         comm.dispatch(*problem.arguments(context), layout="token")
         assert comm.balance_stats() == tuple(2 * each for each in once)

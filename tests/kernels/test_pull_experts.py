@@ -13,19 +13,28 @@ from tokenloom.kernels.pull.launch import PullExpertsVariant
 
 RANKS, RANK, SLOTS = 3, 1, 3
 BY_PLACEMENT = [[0, 1, -1], [1, -1, -1], [3, 2, -1]]
-"""Expert 1 has two slots, of which the first would give."""
+NO_SHARES = [[0, 0, 5, -1]] * 2
+"""What lies behind the shares of a batch means nothing."""
 SIZES = (16 * 700, 4, 36, 16)
 """Bytes of a slot: more than all threads copy at once, and some that no units of 16 bytes are."""
 
+Memory = list[torch.Tensor]
 
-def pulled(batch: list[int], emulated: bool, blocks: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Run the kernel on rank 1: the memory of all ranks before, and behind it."""
+
+def pulled(
+    shares: list[tuple[int, int]], emulated: bool, blocks: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Run the kernel on rank 1: the memory of all ranks as it should be behind it, and as it is.
+
+    Args:
+        shares: the slot and the target of each.
+    """
     device: Any = "cpu" if emulated else DEVICE
     begins, total = [], 0
     for size in SIZES:
         begins.append(total)
         total += -(-size * SLOTS // 256) * 256
-    generator = torch.Generator().manual_seed(len(batch))
+    generator = torch.Generator().manual_seed(len(shares))
     memory = [
         torch.randint(256, (total + 16,), dtype=torch.uint8, generator=generator).to(device) for _ in range(RANKS)
     ]
@@ -36,20 +45,14 @@ def pulled(batch: list[int], emulated: bool, blocks: int) -> tuple[list[torch.Te
         return torch.tensor(values, dtype=dtype).to(device)
 
     experts = [expert for row in BY_PLACEMENT for expert in row]
-    of_expert = [[slot for slot, each in enumerate(experts) if each == expert] for expert in range(4)]
-    starts = [0]
-    for each in of_expert:
-        starts.append(starts[-1] + len(each))
-    now = [expert for rank, row in enumerate(BY_PLACEMENT) for expert in (batch if rank == RANK else row)]
     spec = PullExpertsVariant(SLOTS).spec()
     kernel: Any = EmulatedKernel(spec, 0) if emulated else make_kernel(spec)
     tensors = {
         "peers": numbers([each.data_ptr() for each in memory], torch.int64),
         "parts": numbers([[begin, size] for begin, size in zip(begins, SIZES, strict=True)], torch.int64),
-        "slot_experts": numbers(now),
         "experts": numbers(experts),
-        "starts": numbers(starts),
-        "slots": numbers([slot for each in of_expert for slot in each]),
+        "shares": numbers([*([slot, 0, target, -1] for slot, target in shares), *NO_SHARES]),
+        "num_shares": numbers([len(shares)]),
     }
     for name, tensor in tensors.items():
         setattr(kernel.args, name, tensor.data_ptr())
@@ -59,19 +62,18 @@ def pulled(batch: list[int], emulated: bool, blocks: int) -> tuple[list[torch.Te
     else:
         run(kernel, blocks)
     wanted = [each.clone() for each in before]
-    for slot, expert in enumerate(batch):
-        if expert >= 0 and BY_PLACEMENT[RANK][slot] < 0:
-            source = of_expert[expert][0]
+    for source, target in shares:
+        if target // SLOTS == RANK and experts[target] < 0:
             for begin, size in zip(begins, SIZES, strict=True):
                 row = before[source // SLOTS][begin + source % SLOTS * size :][:size]
-                wanted[RANK][begin + slot * size :][:size] = row
+                wanted[RANK][begin + target % SLOTS * size :][:size] = row
     return wanted, [each.cpu() for each in memory]
 
 
 def check(emulated: bool, blocks: int) -> None:
-    for batch in ([1, -1, -1], [1, 2, 3], [1, -1, 0], [1, 0, -1]):
-        for want, found in zip(*pulled(batch, emulated, blocks), strict=True):
-            assert torch.equal(found, want), batch
+    for shares in ([], [(6, 5)], [(0, 4), (7, 5)], [(7, 5), (1, 3), (6, 2)]):
+        for want, found in zip(*pulled(shares, emulated, blocks), strict=True):
+            assert torch.equal(found, want), shares
 
 
 class TestKernel:
@@ -79,7 +81,7 @@ class TestKernel:
 
     @pytest.mark.parametrize("blocks", [1, 5])
     def test_rows(self, blocks: int) -> None:
-        """No slot, one or both; experts of ranks before and behind this one. Nothing else changes."""
+        """No slot, one or both; from ranks before and behind this one; and shares that bring nothing here."""
         check(EMULATED, blocks)
 
 

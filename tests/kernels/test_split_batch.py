@@ -168,7 +168,7 @@ def test_chains() -> None:
     assert split.shares.tolist() == [[0, 6, 3, -1], [0, 4, 5, 0]]
     assert split.heads.tolist() == [1, -1, -1, -1, -1, -1]
     assert split.before.tolist() == [9, 0, 0, 0, 0, 0]
-    assert split.summary.tolist() == [9, 4, 1, 2]
+    assert split.summary.tolist() == [9, 4, 2, 2]
     ids = torch.zeros(9, 1, dtype=torch.int64)
     slots = table_of(batch, 0).slots_of_routes(ids, None, split._replace(before=torch.zeros(6, dtype=INT32)))
     assert slots.flatten().tolist() == [0] * 4 + [5] * 2 + [3] * 3

@@ -43,7 +43,9 @@ def check(counts: np.ndarray, table: Table, masked: tuple[int, ...], always: boo
         assert split.slot_experts[target] == flat[slot]
     new = [slot for slot, each in enumerate(split.slot_experts) if each != flat[slot]]
     assert all(flat[slot] == -1 for slot in new)
-    assert max([0, *np.bincount([slot // per_rank for slot in new])]) == split.pulls
+    givers = {target: slot // per_rank for slot, _, target in reversed(split.shares)}
+    taken, given = np.bincount([slot // per_rank for slot in new]), np.bincount([givers[slot] for slot in new])
+    assert max([0, *taken, *given]) == split.pulls
     cuts = 0
     for slot, first, _ in split.shares:
         cuts += first not in {0, *before[:, slot].cumsum().tolist()}
@@ -150,3 +152,13 @@ def test_out_of_slots() -> None:
     split = split_batch(np.array([[2, 2, 2, 0, 0, 0], [0, 0, 0, 0, 0, 0]]), [[0, 1, 2, -1], [3, 4, 5, -1]])
     assert split.shares == [(0, 0, 7)]  # three were wanted; the second expert would need another slot
     assert split.rows == 4
+
+
+def test_what_one_rank_sends() -> None:
+    """Seven helpers pull an expert from one rank: its links carry seven."""
+    counts = np.zeros((8, 8), dtype=np.int64)
+    counts[:, 0] = 1000
+    table = [[rank, -1] for rank in range(8)]
+    split = split_batch(counts, table, rows_per_pull=1000)
+    assert (split.rows_before, split.rows, split.pulls) == (8000, 1000, 7)
+    assert not split_batch(counts, table, rows_per_pull=1001).shares

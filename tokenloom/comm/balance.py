@@ -36,7 +36,7 @@ class BalanceStats(NamedTuple):
         split: those of them that were split. The others were even, or it would not have paid.
         rows_by_placement: routes of the fullest rank, as the placement has them.
         rows: routes of the fullest rank, as they were computed.
-        pulls: experts that the rank with most of them pulled.
+        pulls: most experts that a rank pulled, or that others pulled from it.
     """
 
     batches: int

@@ -32,7 +32,9 @@ class PulledExperts:
         if batch.slot_ids.is_cuda and torch.cuda.is_current_stream_capturing():
             raise InvalidArgument("the host lists the experts to pull, which it cannot do in a CUDA graph")
         self._engine = engine
-        self.moves = pulls(batch.placement, batch.split.slot_experts.tolist(), engine.masked)
+        number = int(batch.split.summary[3])
+        shares = [(slot, target) for slot, _, target, _ in batch.split.shares[:number].tolist()]
+        self.placement, self.moves = batch.placement, pulls(batch.placement, shares)
 
     @torch.no_grad()
     def pull(self, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -57,7 +59,11 @@ class PulledExperts:
             gradients: [slots_per_rank, ...], as ``tensors`` above.
         """
         ranks = self._engine.ranks
-        home = [Move(each.rank, each.slot, each.source_rank, each.source) for each in self.moves]
+        masked, home = self._engine.masked, list[Move]()
+        for move in self.moves:
+            expert = self.placement.experts_of(move.source_rank)[move.source]
+            if owners := living_slots(self.placement, expert, masked):
+                home.append(Move(move.rank, move.slot, *owners[0]))
         with ranks.telling():
             for each in gradients:
                 if each is not None:
@@ -69,17 +75,18 @@ class PulledExperts:
         return [each for each in moves if each.source_rank not in masked and each.rank not in masked]
 
 
-def pulls(placement: Placement, slot_experts: Sequence[int], masked: frozenset[int]) -> list[Move]:
-    """List the moves of experts' rows to slots that are empty by the placement, from the first slot of each."""
-    found = []
-    for rank in range(placement.num_ranks):
-        if rank in masked:
-            continue
-        for slot, expert in enumerate(placement.experts_of(rank)):
-            now = slot_experts[rank * placement.slots_per_rank + slot]
-            if expert == EMPTY != now:
-                found.append(Move(*living_slots(placement, now, masked)[0], rank, slot))
-    return found
+def pulls(placement: Placement, shares: Sequence[tuple[int, int]]) -> list[Move]:
+    """List the moves of experts' rows from who gives routes to slots that are empty by the placement.
+
+    Args:
+        shares: the slot and the target of each share of a batch.
+    """
+    per_rank, found = placement.slots_per_rank, dict[int, Move]()
+    for slot, target in shares:
+        rank, place = divmod(target, per_rank)
+        if placement.experts_of(rank)[place] == EMPTY:
+            found.setdefault(target, Move(*divmod(slot, per_rank), rank, place))
+    return [found[target] for target in sorted(found)]
 
 
 def pull_experts(comm: Communicator, routed: Routed, tensors: Sequence[torch.Tensor]) -> None:

@@ -66,7 +66,7 @@ class PeerWeights:
             split: of the batch. stream: handle of the current stream.
         """
         assert self._engine.slots is not None
-        table, args = self._engine.slots.table, self._kernel.args
-        args.slot_experts, args.experts = split.slot_experts.data_ptr(), table.experts.data_ptr()
-        args.starts, args.slots = table.starts.data_ptr(), table.slots.data_ptr()
+        args = self._kernel.args
+        args.experts, args.shares = self._engine.slots.table.experts.data_ptr(), split.shares.data_ptr()
+        args.num_shares = split.summary[3].data_ptr()
         self._kernel.launch(BLOCKS, stream)

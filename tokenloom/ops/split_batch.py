@@ -8,9 +8,9 @@ overloaded. In each step the fullest rank fills up the emptiest one, its helper,
 much that it becomes a helper itself, so that one rank alone gives to each helper (the idea of Walker's alias method).
 There are at most W - 1 steps, and where a rank has as many empty slots as others have experts, all ranks get the mean.
 
-A helper computes an expert that it does not have in one of its empty slots, for which it pulls the weights. The routes
-of a slot lie in the order of source rank, token, k, and its last ones go. So runs of a source go whole, and each step
-cuts one at most.
+A helper computes an expert that it does not have in one of its empty slots, and pulls the weights from who gives. The
+routes of a slot lie in the order of source rank, token, k, and its last ones go. So runs of a source go whole, and
+each step cuts one at most.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Split(NamedTuple):
         shares: of each slot the last routes come first.
         rows_before: routes of the fullest rank by the placement.
         rows: routes of the fullest rank by this split. Equal, if nothing is split.
-        pulls: most experts that a rank pulls.
+        pulls: most experts that a rank pulls, or that are pulled from a rank.
     """
 
     slot_experts: list[int]
@@ -65,7 +65,8 @@ def split_batch(
 ) -> Split:
     """Split a batch, if that pays.
 
-    It pays where the fullest rank gets rid of at least ``rows_per_pull`` routes for each expert that a helper pulls.
+    It pays where the fullest rank gets rid of at least ``rows_per_pull`` routes for each expert that a rank pulls, or
+    that others pull from it, whichever are more: links carry as much in either direction.
 
     Args:
         counts: integers [W, E], routes of each source rank to each expert.
@@ -88,7 +89,8 @@ def split_batch(
 
     surplus = [load - mean for load in loads]
     helpers = list(range(num_ranks))
-    after, shares, pulls = list(experts), list[Share](), [0] * num_ranks
+    after, shares = list(experts), list[Share]()
+    pulls, sends = [0] * num_ranks, [0] * num_ranks
     while (total := sum(each for each in surplus if each > 0)) and helpers:
         giver = max(range(num_ranks), key=lambda rank: (surplus[rank], -rank))
         helper = min(helpers, key=lambda rank: (surplus[rank], rank))
@@ -105,6 +107,7 @@ def split_batch(
                     break
                 target = slot_of[helper, experts[slot]] = empty[helper][pulls[helper]]
                 pulls[helper] += 1
+                sends[giver] += 1
                 after[target] = experts[slot]
             moved = min(left[slot], wanted)
             left[slot] -= moved
@@ -112,7 +115,7 @@ def split_batch(
             wanted -= moved
             surplus[giver] -= moved
             surplus[helper] += moved
-    split = Split(after, shares, max(loads), max(mean + each for each in surplus), max(pulls))
+    split = Split(after, shares, max(loads), max(mean + each for each in surplus), max(*pulls, *sends))
     pays = split.rows_before - split.rows >= max(1, rows_per_pull * split.pulls)
     return split if shares and (pays or always) else nothing
 

@@ -19,7 +19,7 @@ class PullExpertsArgs(ctypes.Structure):
     """Mirror of PullExpertsArgs in pull_experts.cuh, which says what each value is."""
 
     _fields_ = [
-        *uint64_fields("peers", "parts", "slot_experts", "experts", "starts", "slots"),
+        *uint64_fields("peers", "parts", "experts", "shares", "num_shares"),
         *int32_fields("num_parts", "rank"),
     ]
 

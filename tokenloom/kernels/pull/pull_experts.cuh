@@ -1,21 +1,21 @@
 // Experts that this rank computes for others in one batch: their rows of all weights, from peers' memory to its own slots.
 //
-//   all blocks      find the slots that are empty by the placement and hold an expert in this batch; copy a part of each
-//                   of their rows from the expert's first slot
+//   all blocks      find shares of other ranks' slots whose targets are empty here by the placement; copy a part of each
+//                   of their rows from the slots that give
 //
 // Nobody writes weights while calls run, and a rank leaves the call only when all others have pulled. So there is
 // nothing to wait for. README.md says who uses it.
 #pragma once
 #include "device/ptx/grid.cuh"
 #include "device/ptx/memory.cuh"
+#include "device/tile/shares.cuh"
 
 struct PullExpertsArgs {
     const uint64* peers;        // [W] every rank's memory of weights
     const uint64* parts;        // [num_parts][2]: where a tensor of slots begins in it, and the bytes of a slot
-    const int32* slot_experts;  // [W * slots_per_rank], the expert in each slot in this batch, or -1
-    const int32* experts;       // the same by the placement
-    const int32* starts;        // [E + 1], where the slots of each expert begin in `slots`
-    const int32* slots;         // slots of all experts, ascending for each
+    const int32* experts;       // [W * slots_per_rank], the expert in each slot by the placement, or -1
+    const Share* shares;        // of the batch (device/tile/shares.cuh)
+    const int32* num_shares;    // [1]
     int32 num_parts;
     int32 rank;
 };
@@ -46,24 +46,24 @@ __device__ __forceinline__ void copy_row(const unsigned char* from, unsigned cha
 template <class Shape>
 __device__ void pull_experts(const PullExpertsArgs& args) {
     constexpr int kSlots = Shape::slots_per_rank;
-    __shared__ int32 pulled[kSlots];
-    __shared__ int32 sources[kSlots];
-    __shared__ int32 count;
-    if (threadIdx.x == 0) count = 0;
+    __shared__ int32 sources[kSlots];  // the slot that gives to each of this rank's, or -1
+    for (int slot = threadIdx.x; slot < kSlots; slot += Shape::threads) sources[slot] = -1;
     __syncthreads();
-    for (int slot = threadIdx.x; slot < kSlots; slot += Shape::threads) {
-        const int32 expert = args.slot_experts[args.rank * kSlots + slot];
-        if (expert < 0 || args.experts[args.rank * kSlots + slot] >= 0) continue;
-        const int32 place = atomicAdd(&count, 1);  // the order among pulled experts means nothing
-        pulled[place] = slot, sources[place] = args.slots[args.starts[expert]];
+    for (int i = threadIdx.x; i < *args.num_shares; i += Shape::threads) {
+        const Share share = args.shares[i];
+        // Several shares of one target are of slots with the same expert, so any of them will do.
+        if (share.target / kSlots == args.rank && args.experts[share.target] < 0)
+            sources[share.target % kSlots] = share.slot;
     }
     __syncthreads();
-    for (int i = 0; i < count; ++i) {
-        const uint64 peer = args.peers[sources[i] / kSlots], own = args.peers[args.rank];
+    for (int slot = 0; slot < kSlots; ++slot) {
+        const int32 source = sources[slot];
+        if (source < 0) continue;
+        const uint64 peer = args.peers[source / kSlots], own = args.peers[args.rank];
         for (int part = 0; part < args.num_parts; ++part) {
             const uint64 begin = args.parts[2 * part], bytes = args.parts[2 * part + 1];
-            const auto* from = reinterpret_cast<const unsigned char*>(peer + begin + sources[i] % kSlots * bytes);
-            auto* to = reinterpret_cast<unsigned char*>(own + begin + pulled[i] * bytes);
+            const auto* from = reinterpret_cast<const unsigned char*>(peer + begin + source % kSlots * bytes);
+            auto* to = reinterpret_cast<unsigned char*>(own + begin + slot * bytes);
             if (bytes % sizeof(Vec16) == 0) copy_row<Vec16, Shape>(from, to, bytes);
             else copy_row<uint32, Shape>(from, to, bytes);
         }

@@ -14,12 +14,12 @@ struct SplitBatchArgs {
     const int32* experts;  // [W * S], the expert in each slot, -1 for none, and for all of masked ranks
     const int32* masked;   // [W], whether a rank takes no part
     Share* shares;         // [(W - 1) * S], of each slot the last routes come first
-    int32* summary;        // rows of the fullest rank by the placement and by the split, most pulls of a rank, shares
+    int32* summary;        // rows of the fullest rank by the placement and by the split, most pulls by or from a rank, shares
     int32* slot_experts;   // [W * S], the expert in each slot by the split
     int32* before;         // [W * S], routes of earlier sources to each slot by the placement
     int32* heads;          // [W * S], the share of each slot that begins first, or -1
     int32 rank;            // this source
-    int32 rows_per_pull;   // a split pays if the fullest rank loses so many routes for each expert that a rank pulls
+    int32 rows_per_pull;   // a split pays if the fullest rank loses so many routes for each of these pulls
     int32 always;          // split whether it pays or not
     int32 padding;
 };
@@ -110,7 +110,7 @@ __device__ __forceinline__ void split_loads(const SplitBatchArgs& args, SplitMem
 #pragma unroll
     for (int j = 0; j < kOfLane; ++j) surplus[j] -= mean;
 
-    int32 num_shares = 0, most_pulls = 0;
+    int32 num_shares = 0, most_pulls = 0, sends[kOfLane] = {};
     for (;;) {
         int32 too_many = 0;
         Most largest = {-kNoNumber, kNoNumber}, lack = {0, kNoNumber};
@@ -162,12 +162,13 @@ __device__ __forceinline__ void split_loads(const SplitBatchArgs& args, SplitMem
         most_pulls = max(most_pulls, pulls);
 #pragma unroll
         for (int j = 0; j < kOfLane; ++j) {
-            if (giver == lane + 32 * j) surplus[j] -= given;
+            if (giver == lane + 32 * j) surplus[j] -= given, sends[j] += pulls;
             if (helper == lane + 32 * j) surplus[j] += given, helps[j] = false;
         }
     }
-    int32 largest = surplus[0];
-    if constexpr (kOfLane > 1) largest = max(largest, surplus[1]);
+    int32 largest = surplus[0], most_sends = sends[0];
+    if constexpr (kOfLane > 1) largest = max(largest, surplus[1]), most_sends = max(most_sends, sends[1]);
+    most_pulls = max(most_pulls, __reduce_max_sync(~0u, most_sends));
     const int32 rows = mean + __reduce_max_sync(~0u, largest);
     const int64 least = max(int64{1}, static_cast<int64>(args.rows_per_pull) * most_pulls);
     const bool is_split = num_shares > 0 && (args.always || rows_before - rows >= least);
