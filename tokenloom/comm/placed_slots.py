@@ -18,12 +18,14 @@ class PlacedBatch(NamedTuple):
         slot_experts: int32 [slots_per_rank], the expert in each slot of this rank for this batch, -1 for none.
         placement: that ruled.
         split: of a balanced batch.
+        masked: ranks that the split leaves out, the same on all others.
     """
 
     slot_ids: torch.Tensor
     slot_experts: torch.Tensor
     placement: Placement
     split: BatchSplit | None = None
+    masked: frozenset[int] = frozenset()
 
 
 class PlacedSlots:
@@ -84,4 +86,4 @@ class PlacedSlots:
         split = self._table.split(counts, rows_per_pull, always, stream)
         experts = split.slot_experts.view(self.placement.num_ranks, -1)[self._rank]
         slot_ids = self._table.slots_of_routes(topk_ids, stream, split)
-        return PlacedBatch(slot_ids, experts, self.placement, split)
+        return PlacedBatch(slot_ids, experts, self.placement, split, self._masked)

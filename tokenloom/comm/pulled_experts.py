@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,14 @@ from tokenloom.runtime.streams import on_device
 from tokenloom.runtime.torch_modes import require_eager
 
 
+class Pull(NamedTuple):
+    """A slot of a helper, empty by the placement, and the expert that it computes in this batch."""
+
+    rank: int
+    slot: int
+    expert: int
+
+
 class PulledExperts:
     """What helpers of one batch pull, the same list on all ranks.
 
@@ -31,23 +40,33 @@ class PulledExperts:
         assert batch.split is not None
         if batch.slot_ids.is_cuda and torch.cuda.is_current_stream_capturing():
             raise InvalidArgument("the host lists the experts to pull, which it cannot do in a CUDA graph")
-        self._engine = engine
-        self.moves = pulls(batch.placement, batch.split.slot_experts.tolist(), engine.masked)
+        self._engine, self._placement = engine, batch.placement
+        self.pulls = pulls(batch.placement, batch.split.slot_experts.tolist(), batch.masked)
 
     @torch.no_grad()
     def pull(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Copy the rows of pulled experts to the slots of helpers, in place, out of sight of autograd. Collective.
 
+        Those of experts that are lost with ranks masked since then become zero.
+
         Args:
             tensors: [slots_per_rank, ...], the same on all ranks but for their values; None for what experts lack.
+
+        Raises:
+            TokenloomError: what calls before have found, on all ranks alike.
         """
+        if not self.pulls:
+            return
+        moves, lost = self._begin("pulling experts")
         ranks = self._engine.ranks
         with ranks.telling():
             for each in tensors:
                 if each is not None:
                     # What backward saved of earlier batches is filled again before it is read.
                     rows = each.data.view(torch.uint8) if each.itemsize == 1 else each.data  # torch indexes no FP8
-                    copy_from_owners(ranks, self._living(self.moves), rows, "pulling experts")
+                    copy_from_owners(ranks, moves, rows, "pulling experts")
+                    for slot in lost:
+                        rows[slot] = 0
 
     @torch.no_grad()
     def sum_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -55,22 +74,45 @@ class PulledExperts:
 
         Args:
             gradients: [slots_per_rank, ...], as ``tensors`` above.
+
+        Raises:
+            TokenloomError: as :meth:`pull`.
         """
+        if not self.pulls:
+            return
+        moves, lost = self._begin("gradients of pulled experts")
         ranks = self._engine.ranks
-        home = [Move(each.rank, each.slot, each.source_rank, each.source) for each in self.moves]
+        home = [Move(each.rank, each.slot, each.source_rank, each.source) for each in moves]
         with ranks.telling():
             for each in gradients:
                 if each is not None:
-                    sum_at_owners(ranks, self._living(home), each, "gradients of pulled experts")
+                    sum_at_owners(ranks, home, each, "gradients of pulled experts")
+                    for slot in lost:
+                        each[slot] = 0
 
-    def _living(self, moves: list[Move]) -> list[Move]:
-        """Leave out ranks that were masked since the batch was dispatched."""
-        masked = self._engine.masked
-        return [each for each in moves if each.source_rank not in masked and each.rank not in masked]
+    def _begin(self, phase: str) -> tuple[list[Move], list[int]]:
+        """Hear what calls before have found: a rank that had a fault in one of them does not come here.
+
+        Returns:
+            The moves to helpers that take part, from the first slot that is left of each expert, the same on all
+            ranks; and the slots of this rank whose experts have none.
+        """
+        engine = self._engine
+        engine.check("calls")
+        # Of a rank that was late, some learn before others, who would wait for other rows.
+        masked = engine.agree_on_masked(phase) if engine.ranks.masks_late else engine.masked
+        moves, lost = list[Move](), list[int]()
+        for rank, slot, expert in self.pulls:
+            sources = living_slots(self._placement, expert, masked)
+            if sources and rank not in masked:
+                moves.append(Move(*sources[0], rank, slot))
+            elif rank == engine.ranks.rank:
+                lost.append(slot)
+        return moves, lost
 
 
-def pulls(placement: Placement, slot_experts: Sequence[int], masked: frozenset[int]) -> list[Move]:
-    """List the moves of experts' rows to slots that are empty by the placement, from the first slot of each."""
+def pulls(placement: Placement, slot_experts: Sequence[int], masked: frozenset[int]) -> list[Pull]:
+    """List the slots that are empty by the placement, on ranks that take part, and have an expert in the batch."""
     found = []
     for rank in range(placement.num_ranks):
         if rank in masked:
@@ -78,7 +120,7 @@ def pulls(placement: Placement, slot_experts: Sequence[int], masked: frozenset[i
         for slot, expert in enumerate(placement.experts_of(rank)):
             now = slot_experts[rank * placement.slots_per_rank + slot]
             if expert == EMPTY != now:
-                found.append(Move(*living_slots(placement, now, masked)[0], rank, slot))
+                found.append(Pull(rank, slot, now))
     return found
 
 
