@@ -204,7 +204,11 @@ def test_by_calls(context: RankContext) -> None:
     w1, w2 = (local_part(layer.experts.get_parameter(name)).detach().clone() for name in ("w1", "w2"))
     w1[-1], w2[-1] = torch.nan, torch.nan
     routed = comm.dispatch(x, routes, weights)
-    tl.pull_experts(comm, routed, [w1, w2])
+    experts, local = routed.slot_experts.tolist(), NUM_EXPERTS // context.num_ranks
+    first = context.rank * local
+    numbers = torch.tensor([*range(first, first + local), -1], device=context.device)
+    tl.pull_experts(comm, routed, [w1, w2, numbers])
+    assert numbers.tolist() == experts, "one number of each slot is a tensor too"
     offsets = routed.expert_offsets
     assert offsets is not None
     rows = routed.tokens
@@ -215,7 +219,6 @@ def test_by_calls(context: RankContext) -> None:
     near(comm.combine(y, routed), want.detach(), "out")
     gradients = [torch.full_like(w1, context.rank + 1.0)]
     tl.sum_pulled_gradients(comm, routed, gradients)
-    experts, local = routed.slot_experts.tolist(), NUM_EXPERTS // context.num_ranks
     assert bool(gradients[0][local:].any()) == (experts[-1] < 0)
     owner = context.rank == context.num_ranks - 1
     helpers = sum(range(1, context.num_ranks))
