@@ -14,7 +14,7 @@ from tokenloom.comm.placed_slots import PlacedBatch
 from tokenloom.comm.placement import EMPTY, Placement
 from tokenloom.comm.routed import Routed
 from tokenloom.comm.slot_rows import Move, copy_from_owners, living_slots, sum_at_owners
-from tokenloom.errors import InvalidArgument, require_type
+from tokenloom.errors import InvalidArgument, raised_by_all, require_type
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.runtime.streams import on_device
 from tokenloom.runtime.torch_modes import require_eager
@@ -99,6 +99,14 @@ class PulledExperts:
         """
         engine = self._engine
         engine.check("calls")
+        assert engine.slots is not None
+        if not all(engine.slots.is_free(each.rank, each.slot) for each in self.pulls):
+            raise raised_by_all(
+                InvalidArgument(
+                    "a slot that this batch fills holds an expert by now, or one is on its way there; place and move "
+                    "experts between steps, and dispatch again"
+                )
+            )
         # Of a rank that was late, some learn before others, who would wait for other rows.
         masked = engine.agree_on_masked(phase) if engine.ranks.masks_late else engine.masked
         moves, lost = list[Move](), list[int]()
@@ -139,6 +147,7 @@ def pull_experts(comm: Communicator, routed: Routed, tensors: Sequence[torch.Ten
 
     Raises:
         InvalidArgument: the dispatch was another communicator's, batches are not balanced, or a graph is captured.
+            Or a slot has got an expert since, by another placement or by ``move_experts``.
         ShapeMismatch, DeviceMismatch: a tensor is not as above.
         PlanMismatch, PeerError: another rank passed something else, or failed.
     """
