@@ -206,3 +206,34 @@ def test_a_rank_is_masked_meanwhile(context: RankContext) -> None:
     for _ in tl.move_experts(comm, tensors, tl.Placement(living, num_experts=experts)):
         serve(context, comm, tensors)
     require_held(comm, tensors)
+
+
+@on_ranks("group")
+@pytest.mark.parametrize("piece_bytes", [13, 1000])
+def test_balanced_batches_meanwhile(context: RankContext, piece_bytes: int) -> None:
+    """They pull experts into empty slots, but not into those that a move fills piece by piece."""
+    plan = Plan(context.num_ranks, 3 * context.num_ranks, 8, 3, 6)
+    comm = make_comm(context, backend_of(context), plan, spare_slots=2, balance="batch")
+    tensors = held(comm)
+    assert comm.placement is not None
+    table = comm.placement.to_tensor()
+    table[:, 3] = table[:, 0].roll(-1)
+    ids = torch.zeros(6, 3, dtype=torch.int64, device=context.device)
+    x = torch.ones(6, 8, device=context.device)
+    before = comm.dispatch(x, ids)
+    moving = tl.move_experts(comm, tensors, tl.Placement(table, num_experts=plan.num_experts), piece_bytes=piece_bytes)
+    with pytest.raises(tl.InvalidArgument, match="one is on its way there"):
+        tl.pull_experts(comm, before, tensors)
+    for _ in moving:
+        routed = comm.dispatch(x, ids)
+        tl.pull_experts(comm, routed, tensors)
+        experts = routed.slot_experts.tolist()
+        assert experts[3] in (-1, table[comm.rank, 3])
+        assert (experts[4] == 0) == (comm.rank > 0 and experts[3] != 0)
+        for tensor, want in zip(tensors, weights_of(routed.slot_experts.cpu()), strict=True):
+            filled = routed.slot_experts >= 0
+            if not moving.is_done:
+                filled[3] = False
+            assert same_bytes(tensor[filled], want[filled.cpu()])
+    require_held(comm, tensors)
+    comm.check()

@@ -17,6 +17,7 @@ from tokenloom.jit.compiler import KernelSpec
 from tokenloom.kernels.slots_of_routes import launch as slots_launch
 from tokenloom.kernels.split_batch.launch import SplitBatchVariant, make_outputs, point, require_room
 from tokenloom.ops.slots_of_routes import BatchSplit, SlotTable, require_room_to_split
+from tokenloom.ops.split_batch import TAKEN
 
 INT32 = torch.int32
 UNWRITTEN = 77
@@ -44,7 +45,8 @@ def table_of(batch: Batch, rank: int, device: str = "cpu") -> SlotTable:
     """The batch's placement, as a source has it."""
     num_ranks, num_experts = batch.counts.shape
     table = SlotTable(num_experts, num_ranks, len(batch.table[0]), rank, torch.device(device))
-    table.write(slots_by_expert(batch.table, batch.masked, num_experts), batch.masked)
+    taken = [slot for slot, each in enumerate(flattened(batch.table, batch.masked)) if each == TAKEN]
+    table.write(slots_by_expert(batch.table, batch.masked, num_experts), batch.masked, taken)
     return table
 
 
@@ -131,6 +133,27 @@ def ids_of(counts: Sequence[int], seed: int, dtype: torch.dtype) -> torch.Tensor
     return ids[torch.randperm(len(ids), generator=generator)][:, None].to(dtype)
 
 
+def without_some_slots(batch: Batch, seed: int) -> Batch:
+    """The same while experts are on their way to about half of the empty slots."""
+    generator = np.random.default_rng(seed)
+    table = [[TAKEN if each < 0 and generator.random() < 0.5 else each for each in row] for row in batch.table]
+    return batch._replace(table=table, always=True)
+
+
+def check_taken(splitting: Splitting, draws: int) -> int:
+    """Nothing is filled but what is empty. Returns: how many taken slots there were in batches that were split."""
+    count = 0
+    for seed in range(draws):
+        batch = without_some_slots(drawn_batch(seed, (4, 8, 2)), seed)
+        found, before = check(splitting, batch, seed % 4), np.array(flattened(batch.table, batch.masked))
+        now, taken = found.slot_experts.cpu().numpy(), before == TAKEN
+        assert (now[taken] == -1).all()
+        assert (now == before)[before >= 0].all()
+        assert not set(np.flatnonzero(taken)) & set(found.shares[: int(found.summary[3]), 2].tolist())
+        count += int(taken.sum()) * (int(found.summary[3]) > 0)
+    return count
+
+
 def check_slots(splitting: Splitting, seed: int, dtype: torch.dtype) -> int:
     """Two sources find their own routes' slots in what the kernel left. Returns: shares of the slot with most."""
     batch, most = drawn_batch(seed, (4, 8, 2)), 0
@@ -181,10 +204,15 @@ def test_on_the_emulator() -> None:
     for seed in range(24):
         check(splitting, drawn_batch(seed, (4, 8, 2)), seed % 4)
     assert max(check_slots(splitting, seed, torch.int64) for seed in range(3)) > 1
+    assert check_taken(splitting, 12) > 3
 
 
 class TestKernel:
     pytestmark = needs_one_gpu
+
+    def test_taken_slots(self) -> None:
+        """Experts are on their way to some of the empty slots."""
+        assert check_taken(Splitting(4, 8, 4), 40) > 10
 
     @pytest.mark.parametrize(("sizes", "draws"), DRAWN)
     def test_drawn(self, sizes: tuple[int, int, int], draws: int) -> None:

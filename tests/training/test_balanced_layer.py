@@ -99,8 +99,8 @@ def test_gradients_of_weights(context: RankContext, dtype: torch.dtype, routes: 
     def watched(self: PulledExperts, gradients: Any) -> None:
         before.extend(each.clone() for each in gradients)
         table = layer.comm.placement.to_tensor()  # type: ignore[union-attr]
-        for move in self.moves:
-            table[move.rank, move.slot] = table[move.source_rank, move.source]
+        for rank, slot, expert, _ in self.pulls:
+            table[rank, slot] = expert
         tables.append(table.tolist())
         sum_gradients(self, gradients)
 
@@ -204,7 +204,11 @@ def test_by_calls(context: RankContext) -> None:
     w1, w2 = (local_part(layer.experts.get_parameter(name)).detach().clone() for name in ("w1", "w2"))
     w1[-1], w2[-1] = torch.nan, torch.nan
     routed = comm.dispatch(x, routes, weights)
-    tl.pull_experts(comm, routed, [w1, w2])
+    experts, local = routed.slot_experts.tolist(), NUM_EXPERTS // context.num_ranks
+    first = context.rank * local
+    numbers = torch.tensor([*range(first, first + local), -1], device=context.device)
+    tl.pull_experts(comm, routed, [w1, w2, numbers])
+    assert numbers.tolist() == experts, "one number of each slot is a tensor too"
     offsets = routed.expert_offsets
     assert offsets is not None
     rows = routed.tokens
@@ -215,7 +219,6 @@ def test_by_calls(context: RankContext) -> None:
     near(comm.combine(y, routed), want.detach(), "out")
     gradients = [torch.full_like(w1, context.rank + 1.0)]
     tl.sum_pulled_gradients(comm, routed, gradients)
-    experts, local = routed.slot_experts.tolist(), NUM_EXPERTS // context.num_ranks
     assert bool(gradients[0][local:].any()) == (experts[-1] < 0)
     owner = context.rank == context.num_ranks - 1
     helpers = sum(range(1, context.num_ranks))
@@ -243,3 +246,82 @@ def test_refusals(context: RankContext) -> None:
     with pytest.raises(tl.InvalidArgument, match="comm is given with balance beside it"):
         tl.RoutedExperts(comm=layer.comm, hidden=HIDDEN, intermediate=12, num_experts=NUM_EXPERTS, top_k=3,
                          balance="batch", rows_per_pull=0)  # fmt: skip
+
+
+# -- without ranks ----------------------------------------------------------------------------------------------
+
+HELD = [[0, 1, -1, -1], [2, 3, -1, -1], [4, 5, -1, -1], [6, 7, -1, 0]]
+"""Expert 0 has a replica on the last rank, expert 1 has none."""
+
+
+class Death(BaseException):
+    """Ends a rank as if its process had ended: nobody tells the others."""
+
+    known_to_all = True
+
+
+def experts_held(context: RankContext, **options: Any) -> tuple[tl.RoutedExperts, torch.Tensor, torch.Tensor]:
+    """Experts by that placement, tokens of this rank, and weights of their routes."""
+    placement = tl.Placement(HELD, num_experts=NUM_EXPERTS)
+    comm = tl.Communicator(
+        context.group, num_experts=NUM_EXPERTS, hidden=HIDDEN, top_k=3, max_tokens_per_rank=6, placement=placement,
+        balance="batch", device="cpu", backend="collective", dtype=torch.float32, **options,
+    )  # fmt: skip
+    experts = tl.RoutedExperts(
+        comm=comm, hidden=HIDDEN, intermediate=12, num_experts=NUM_EXPERTS, top_k=3, dtype=torch.float32
+    )
+    experts.reset_parameters(seed=3)
+    x = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(context.rank)).requires_grad_()
+    return experts, x, torch.full((6, 3), 0.25)
+
+
+def nothing_beside(experts: tl.RoutedExperts) -> None:
+    """Slots that are empty by the placement have no gradients."""
+    empty = [slot for slot, expert in enumerate(experts.slot_experts) if expert < 0]
+    for weight in experts.parameters():
+        assert not local_part(weight.grad)[empty].any()  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(emulator.ON, reason="its ranks share a process, and other tests mask those of kernels")
+@on_ranks("four")
+def test_an_owner_is_masked_before_backward(context: RankContext) -> None:
+    """Its experts are pulled from the next replica.
+
+    Where there is none, the routes are lost: their gradients are zero, whatever other batches have left in the slot.
+    """
+    experts, x, weights = experts_held(context)
+    xs = [x.detach().clone().requires_grad_() for _ in range(3)]
+    outs = [experts(each, torch.full((6, 3), expert), weights) for each, expert in zip(xs, (1, 0, 2), strict=True)]
+    (wanted,) = torch.autograd.grad(outs[1].sum(), xs[1], retain_graph=True)
+    if context.rank == 0:
+        experts(x, torch.full((6, 3), 2), weights)
+        return
+    experts(x, torch.full((6, 3), 2), weights)
+    experts.comm.mask_ranks([0])
+    for out in outs[:2]:
+        out.sum().backward()
+        nothing_beside(experts)
+    assert not xs[0].grad.any()  # type: ignore[union-attr]
+    assert xs[1].grad is not None
+    routes_left = 3 * (xs[1].grad * wanted).sum(1) / wanted.square().sum(1)  # a token's three routes are alike
+    near(routes_left, routes_left.round(), "routes that are left")
+    near(xs[1].grad, wanted * routes_left[:, None] / 3, "gradient of tokens")
+
+
+@pytest.mark.skipif(emulator.ON, reason="a patch of one rank would be one of all")
+@on_ranks("four")
+@pytest.mark.parametrize("expert", [0, 1])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_rank_dies_before_it_sends_experts(context: RankContext, backward: bool, expert: int) -> None:
+    """The others mask it and nobody else, though some may learn of it before others, and go on."""
+    experts, x, weights = experts_held(context, on_timeout="mask", timeout_s=1.5)
+    ids = torch.full((6, 3), expert)
+    if context.rank == 0:
+        out = experts(x, ids, weights) if backward else x
+        with mock.patch.object(PulledExperts, "pull", side_effect=Death), pytest.raises(Death):
+            out.sum().backward() if backward else experts(x, ids, weights)
+        return
+    for _ in range(2):
+        experts(x, ids, weights).sum().backward()
+        assert experts.comm.masked_ranks() == [0]
+        nothing_beside(experts)

@@ -21,8 +21,9 @@ from tests.support.on_ranks import on_ranks
 from tests.training.test_routed_experts import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, layers_of
 from tokenloom.backends.collective_handle import CollectiveHandle
 from tokenloom.backends.peers.handle import PeerHandle
+from tokenloom.comm import pulled_experts
 from tokenloom.comm.engine import Engine
-from tokenloom.ops import expert_gemms, experts, routing
+from tokenloom.ops import expert_gemms, experts, routing, slots_of_routes
 from tokenloom.runtime.processes import RankContext
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.training import layer as layer_module
@@ -57,12 +58,16 @@ class Place:
 
 HANDLES = (CollectiveHandle, PeerHandle)
 ROUTER_LOSS = {"balance_coef": 0.1}
+BALANCED = {"spare_slots": 1, "balance": "batch"}
 FORWARD = {
     "router": Place(layer_module, "router_logits"),
     "router, before the sum of losses": Place(layer_module, "router_sums", options=ROUTER_LOSS),
     "output": Place(torch, "empty_like"),
     "shared expert": Place(layer_module, "apply_activation"),
     "row maps": Place(routing, "send_map"),
+    "split of the batch": Place(slots_of_routes, "split_batch", options=BALANCED),
+    "list of pulls": Place(pulled_experts, "pulls", ends_group=True, options=BALANCED),
+    "pulled rows": Place(pulled_experts, "copy_from_owners", ends_group=True, options=BALANCED),
     "rows to send": Place(routing, "gather_rows", ends_group=True),
     "places of rows": Place(routing, "place_by_expert", ends_group=True),
     "received rows": Place(routing, "scatter_rows", ends_group=True),
@@ -76,6 +81,12 @@ FORWARD = {
 }
 BACKWARD = {
     "gradient of x": Place(torch, "empty_like"),
+    "gradient of x, before a pull": Place(torch, "empty_like", options=BALANCED),
+    "pulled rows": Place(pulled_experts, "copy_from_owners", ends_group=True, options=BALANCED),
+    "gradient of w2, before pulled ones come": Place(
+        expert_gemms._GroupedGemms, "weight_gradient", ends_group=True, options=BALANCED
+    ),
+    "pulled gradients": Place(pulled_experts, "sum_at_owners", ends_group=True, options=BALANCED),
     "rows of gradients": Place(routing, "gather_rows", ends_group=True),
     "gradient of the second GEMM": Place(expert_gemms._GroupedGemms, "multiply"),
     "activations": Place(experts, "activate_backward"),
@@ -131,7 +142,11 @@ def run(ranks: Ranks, name: str, backward: bool) -> None:
         pytest.skip("kernels do that, and over NCCL ranks wait for payload until the group's timeout")
     if ranks.device != "cpu" and name == "gradient of w2, with rows to come":
         pytest.skip("rows come beside the GEMMs there, all before this one: nobody waits for this rank any more")
-    if place.owner is routing:
+    if ranks.device != "cpu" and place.options is BALANCED and place.ends_group:
+        pytest.skip("over NCCL ranks wait for pulled rows until the group's timeout")
+    if ranks.num_ranks == 1 and place.owner is pulled_experts:
+        pytest.skip("one rank pulls nothing")
+    if place.owner is routing or place.ends_group:
         ranks.pool.run(on_new_groups, ranks.num_ranks, name, backward, limit_s=LIMIT_S)
     else:
         ranks.run(check_place, [], name, backward)
@@ -202,10 +217,10 @@ def test_backward(ranks: Ranks, name: str) -> None:
     run(ranks, name, backward=True)
 
 
-def changed_in_place(context: RankContext) -> None:
+def changed_in_place(context: RankContext, options: dict[str, Any]) -> None:
     """The last rank changes a weight between forward and backward, which autograd notices when backward reads it."""
     bad = context.num_ranks - 1
-    (layer,) = layers_of(context, 1, timeout_s=TIMEOUT_S, open_timeout_s=TIMEOUT_S)
+    (layer,) = layers_of(context, 1, timeout_s=TIMEOUT_S, open_timeout_s=TIMEOUT_S, **options)
     x = torch.ones(16, HIDDEN, device=context.device, dtype=torch.bfloat16, requires_grad=True)
     loss = layer(x)[0].float().sum()
     if context.rank == bad:
@@ -227,9 +242,10 @@ def changed_in_place(context: RankContext) -> None:
     layer.comm.close()
 
 
-def test_a_weight_changed_before_backward(ranks: Ranks) -> None:
+@pytest.mark.parametrize("options", [{}, BALANCED], ids=["plain", "balanced"])
+def test_a_weight_changed_before_backward(ranks: Ranks, options: dict[str, Any]) -> None:
     """An optimizer that steps too early, on one rank."""
-    ranks.run(changed_in_place)
+    ranks.run(changed_in_place, options)
 
 
 def wide_inputs(context: RankContext, dtypes: tuple[torch.dtype, torch.dtype]) -> None:

@@ -57,7 +57,7 @@ class Balance:
     def __init__(self, rows_per_pull: int, device: torch.device) -> None:
         self.rows_per_pull = rows_per_pull
         with torch.inference_mode(False):  # batches are counted in any mode
-            self._sums = torch.zeros(len(BalanceStats._fields), dtype=torch.int64, device=device)
+            self._sums = torch.zeros(len(BalanceStats(0, 0, 0, 0, 0)), dtype=torch.int64, device=device)
             self._one = torch.ones(1, dtype=torch.int64, device=device)
 
     def add(self, summary: torch.Tensor) -> None:

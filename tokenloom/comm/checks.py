@@ -83,13 +83,13 @@ CombineValues = tuple[Any, Any, Any, Any]
 
 
 def dispatch_options(
-    plan: Plan, able: Capabilities, arguments: DispatchArguments, is_balanced: bool = False
+    plan: Plan, able: Capabilities, arguments: DispatchArguments, even: bool = False
 ) -> DispatchOptions:
     """The options of a dispatch, with the default sizes and the default capacity filled in.
 
     Args:
         able: what the communicator's backend can do.
-        is_balanced: batches are split, so that ranks get even parts of them.
+        even: batches are split, so that ranks get even parts of them.
     """
     layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout, recipe = arguments
     if layout not in able.layouts:
@@ -119,10 +119,9 @@ def dispatch_options(
         if capacity is not None:
             raise InvalidArgument("layout 'rank' has num_ranks * max_tokens_per_rank fixed places; leave capacity out")
     elif sizes == "bounded" and capacity is None:
-        worst = plan.worst_case_rows(layout, alignment)
-        if layout == "expert" and is_balanced:
-            worst = plan.even_rows(alignment)
-        elif layout == "expert":
+        even = even and layout == "expert"
+        worst = plan.even_rows(alignment) if even else plan.worst_case_rows(layout, alignment)
+        if layout == "expert" and not even:
             raise InvalidArgument(
                 f"sizes='bounded' with layout 'expert' needs capacity=, the rows of the output (worst case: {worst})"
             )

@@ -77,6 +77,7 @@ class Sequence(Telling):
     Attributes:
         upcoming: declared calls that are not open yet.
         open: those that are open and not yet received.
+        ends_in_transfers: behind the last of them the ranks wait for each other in no call.
 
     Raises:
         InvalidArgument: as it is entered, and then the others hear of it: another thread is in a call of this
@@ -86,6 +87,7 @@ class Sequence(Telling):
     def __init__(self, engine: Engine, upcoming: Iterable[Upcoming]) -> None:
         self.upcoming = list(upcoming)
         self.open: list[Sent[Any]] = []
+        self.ends_in_transfers = False
         self._engine = engine
 
     def opened(self) -> None:
@@ -125,6 +127,9 @@ class Sequence(Telling):
 
     def tell(self, fault: Exception) -> None:
         """Tell the others by the next of the declared calls, behind those that are open."""
+        if self.ends_in_transfers and not self.upcoming:
+            self._engine.ranks.abort(fault)  # there is no call by which to tell them
+            return
         self._engine.report_fault(fault, self)
 
     def end(self, fault: BaseException) -> None:

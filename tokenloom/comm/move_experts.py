@@ -63,6 +63,7 @@ class MovingExperts:
             most = max((_most_bytes_of_a_rank(pieces) for pieces in remote), default=0)
             by_memory = comm.engine.capabilities.peer_memory and self._ranks.topology.num_nodes == 1
             self._carrier = make_carrier(self._ranks, by_memory, most) if most else None
+            self._take_slots(0)
 
     def _prepare(self, placement: Placement, piece_bytes: int, stale: Collection[int]) -> tuple[dict[str, Any], None]:
         """Check all arguments, plan, and name what all ranks must have alike."""
@@ -210,6 +211,15 @@ class MovingExperts:
                 self._take_from_scratch(copy)
         engine.place(stage.placement)
         self._before = stage.placement
+        self._take_slots(number + 1)
+
+    def _take_slots(self, stage: int) -> None:
+        """Keep balanced batches out of the slots that a stage fills. Who gives a move up leaves them to the next one,
+        or to the next placement, since all ranks have to let go of them between the same batches."""
+        copies = self._stages[stage].copies if stage < len(self._stages) else ()
+        slots = self._comm.engine.slots
+        assert slots is not None
+        slots.take([copy.to for copy in copies if not copy.by_scratch])
 
     def _take_from_scratch(self, copy: Copy) -> None:
         assert self._scratch is not None
@@ -235,6 +245,9 @@ def move_experts(
             not move; ``comm.placement`` tells.
         piece_bytes: most bytes that a rank sends, and that it receives, in one step.
         stale: ranks that came back and have no weights. All their slots are filled, as far as others have the experts.
+
+    Balanced batches pull no experts into slots that are being filled. Where a move is given up, they leave these alone
+    until another one, or another placement, is set.
 
     Returns:
         The move. Nothing has been copied yet. Beside the tensors each rank takes up to four times ``piece_bytes``, and

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 
-from tokenloom.comm.placement import Placement
+from tokenloom.comm.placement import EMPTY, Placement
 from tokenloom.ops.slots_of_routes import BatchSplit, SlotTable, write_numbers
 
 
@@ -18,12 +19,14 @@ class PlacedBatch(NamedTuple):
         slot_experts: int32 [slots_per_rank], the expert in each slot of this rank for this batch, -1 for none.
         placement: that ruled.
         split: of a balanced batch.
+        masked: ranks that the split leaves out, the same on all others.
     """
 
     slot_ids: torch.Tensor
     slot_experts: torch.Tensor
     placement: Placement
     split: BatchSplit | None = None
+    masked: frozenset[int] = frozenset()
 
 
 class PlacedSlots:
@@ -39,7 +42,7 @@ class PlacedSlots:
     """
 
     def __init__(self, placement: Placement, rank: int, device: torch.device, masked: frozenset[int]) -> None:
-        self._rank, self._masked = rank, masked
+        self._rank, self._masked, self._taken = rank, masked, frozenset[int]()
         self.table = SlotTable(placement.num_experts, placement.num_ranks, placement.slots_per_rank, rank, device)
         # In memory that stays where it is, and in a tensor of its own for each placement.
         self._experts_of_replays = torch.empty(placement.slots_per_rank, dtype=torch.int32, device=device)
@@ -47,10 +50,23 @@ class PlacedSlots:
 
     def place(self, placement: Placement) -> None:
         """Let another placement of the same sizes rule, from the next dispatch on."""
-        self.placement = placement
+        self.placement, self._taken = placement, frozenset()
         write_numbers(self._experts_of_replays, placement.experts_of(self._rank))
         self._experts = self._experts_of_replays.clone()
         self._write()
+
+    def take(self, slots: Collection[tuple[int, int]]) -> None:
+        """Let no batch fill these slots, (rank, slot of it), and no others: experts are on their way to them.
+
+        It holds until a placement rules anew, so all ranks call it alike.
+        """
+        self._taken = frozenset(rank * self.placement.slots_per_rank + slot for rank, slot in slots)
+        self._write()
+
+    def is_free(self, rank: int, slot: int) -> bool:
+        """Whether batches may fill a slot: it is empty, and nothing is on its way there."""
+        number = rank * self.placement.slots_per_rank + slot
+        return self.placement.experts_of(rank)[slot] == EMPTY and number not in self._taken
 
     def follow(self, masked: frozenset[int]) -> None:
         """Leave out the slots of these ranks, and of no others."""
@@ -67,7 +83,7 @@ class PlacedSlots:
         return self._experts_of_replays if captured else self._experts
 
     def _write(self) -> None:
-        self.table.write(self.placement.slot_ids(without=self._masked), self._masked)
+        self.table.write(self.placement.slot_ids(without=self._masked), self._masked, self._taken)
 
     def place_routes(self, topk_ids: torch.Tensor, stream: int | None) -> PlacedBatch:
         """Find the slots of a batch's routes, by the placement alone."""
@@ -85,4 +101,4 @@ class PlacedSlots:
         split = self.table.split(counts, rows_per_pull, always, stream)
         experts = split.slot_experts.view(self.placement.num_ranks, -1)[self._rank]
         slot_ids = self.table.slots_of_routes(topk_ids, stream, split)
-        return PlacedBatch(slot_ids, experts, self.placement, split)
+        return PlacedBatch(slot_ids, experts, self.placement, split, self._masked)

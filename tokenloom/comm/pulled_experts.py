@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -12,11 +13,20 @@ from tokenloom.comm.move_experts import SlotBytes
 from tokenloom.comm.placed_slots import PlacedBatch
 from tokenloom.comm.placement import EMPTY, Placement
 from tokenloom.comm.routed import Routed
-from tokenloom.comm.slot_rows import Move, copy_from_owners, living_slots, sum_at_owners
-from tokenloom.errors import InvalidArgument, require_type
+from tokenloom.comm.slot_rows import Move, Slot, copy_from_owners, living_slots, sum_at_owners
+from tokenloom.errors import InvalidArgument, raised_by_all, require_type
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.runtime.streams import on_device
 from tokenloom.runtime.torch_modes import require_eager
+
+
+class Pull(NamedTuple):
+    """A slot of a helper, empty by the placement, the expert that it computes in this batch, and who gives it."""
+
+    rank: int
+    slot: int
+    expert: int
+    giver: Slot
 
 
 class PulledExperts:
@@ -31,25 +41,35 @@ class PulledExperts:
         assert batch.split is not None
         if batch.slot_ids.is_cuda and torch.cuda.is_current_stream_capturing():
             raise InvalidArgument("the host lists the experts to pull, which it cannot do in a CUDA graph")
-        self._engine = engine
         number = int(batch.split.summary[3])
         shares = [(slot, target) for slot, _, target, _ in batch.split.shares[:number].tolist()]
-        self.placement, self.moves = batch.placement, pulls(batch.placement, shares)
+        self._engine, self._placement = engine, batch.placement
+        self.pulls = pulls(batch.placement, shares)
 
     @torch.no_grad()
     def pull(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Copy the rows of pulled experts to the slots of helpers, in place, out of sight of autograd. Collective.
 
+        Those of experts that are lost with ranks masked since then become zero.
+
         Args:
             tensors: [slots_per_rank, ...], the same on all ranks but for their values; None for what experts lack.
+
+        Raises:
+            TokenloomError: what calls before have found, on all ranks alike.
         """
+        if not self.pulls:
+            return
+        moves, _, lost = self._begin("pulling experts")
         ranks = self._engine.ranks
         with ranks.telling():
             for each in tensors:
                 if each is not None:
                     # What backward saved of earlier batches is filled again before it is read.
                     rows = each.data.view(torch.uint8) if each.itemsize == 1 else each.data  # torch indexes no FP8
-                    copy_from_owners(ranks, self._living(self.moves), rows, "pulling experts")
+                    copy_from_owners(ranks, moves, rows, "pulling experts")
+                    for slot in lost:
+                        rows[slot] = 0
 
     @torch.no_grad()
     def sum_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -57,35 +77,63 @@ class PulledExperts:
 
         Args:
             gradients: [slots_per_rank, ...], as ``tensors`` above.
+
+        Raises:
+            TokenloomError: as :meth:`pull`.
         """
+        if not self.pulls:
+            return
+        _, home, lost = self._begin("gradients of pulled experts")
         ranks = self._engine.ranks
-        masked, home = self._engine.masked, list[Move]()
-        for move in self.moves:
-            expert = self.placement.experts_of(move.source_rank)[move.source]
-            if owners := living_slots(self.placement, expert, masked):
-                home.append(Move(move.rank, move.slot, *owners[0]))
         with ranks.telling():
             for each in gradients:
                 if each is not None:
-                    sum_at_owners(ranks, self._living(home), each, "gradients of pulled experts")
+                    sum_at_owners(ranks, home, each, "gradients of pulled experts")
+                    for slot in lost:
+                        each[slot] = 0
 
-    def _living(self, moves: list[Move]) -> list[Move]:
-        """Leave out ranks that were masked since the batch was dispatched."""
-        masked = self._engine.masked
-        return [each for each in moves if each.source_rank not in masked and each.rank not in masked]
+    def _begin(self, phase: str) -> tuple[list[Move], list[Move], list[int]]:
+        """Hear what calls before have found: a rank that had a fault in one of them does not come here.
+
+        Returns:
+            The moves to helpers that take part, from who gives, or from the first slot that is left of the expert; the
+            moves from them to owners, these first slots, both the same on all ranks; and the slots of this rank whose
+            experts have none.
+        """
+        engine = self._engine
+        engine.check("calls")
+        assert engine.slots is not None
+        if not all(engine.slots.is_free(each.rank, each.slot) for each in self.pulls):
+            raise raised_by_all(
+                InvalidArgument(
+                    "a slot that this batch fills holds an expert by now, or one is on its way there; place and move "
+                    "experts between steps, and dispatch again"
+                )
+            )
+        # Of a rank that was late, some learn before others, who would wait for other rows.
+        masked = engine.agree_on_masked(phase) if engine.ranks.masks_late else engine.masked
+        moves, home, lost = list[Move](), list[Move](), list[int]()
+        for rank, slot, expert, giver in self.pulls:
+            sources = living_slots(self._placement, expert, masked)
+            if sources and rank not in masked:
+                moves.append(Move(*(giver if giver in sources else sources[0]), rank, slot))
+                home.append(Move(rank, slot, *sources[0]))
+            elif rank == engine.ranks.rank:
+                lost.append(slot)
+        return moves, home, lost
 
 
-def pulls(placement: Placement, shares: Sequence[tuple[int, int]]) -> list[Move]:
-    """List the moves of experts' rows from who gives routes to slots that are empty by the placement.
+def pulls(placement: Placement, shares: Sequence[tuple[int, int]]) -> list[Pull]:
+    """List the slots that are empty by the placement and have an expert in the batch.
 
     Args:
-        shares: the slot and the target of each share of a batch.
+        shares: the slot and the target of each share of the batch.
     """
-    per_rank, found = placement.slots_per_rank, dict[int, Move]()
-    for slot, target in shares:
-        rank, place = divmod(target, per_rank)
-        if placement.experts_of(rank)[place] == EMPTY:
-            found.setdefault(target, Move(*divmod(slot, per_rank), rank, place))
+    per_rank, found = placement.slots_per_rank, dict[int, Pull]()
+    for giver, target in shares:
+        source, (rank, slot) = divmod(giver, per_rank), divmod(target, per_rank)
+        if placement.experts_of(rank)[slot] == EMPTY:
+            found.setdefault(target, Pull(rank, slot, placement.experts_of(source[0])[source[1]], source))
     return [found[target] for target in sorted(found)]
 
 
@@ -104,6 +152,7 @@ def pull_experts(comm: Communicator, routed: Routed, tensors: Sequence[torch.Ten
 
     Raises:
         InvalidArgument: the dispatch was another communicator's, batches are not balanced, or a graph is captured.
+            Or a slot has got an expert since, by another placement or by ``move_experts``.
         ShapeMismatch, DeviceMismatch: a tensor is not as above.
         PlanMismatch, PeerError: another rank passed something else, or failed.
     """

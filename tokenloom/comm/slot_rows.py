@@ -39,6 +39,8 @@ def arrivals(
 
     Nothing is sent where no row goes to another rank. Rows that stay on their rank are views.
     """
+    if rows.ndim == 1:  # transfers cut bytes along the first dimension
+        return [(move, row[0]) for move, row in arrivals(ranks, moves, rows[:, None], phase)]
     here = ranks.rank
     if all(move.source_rank == move.rank for move in moves):
         return [(move, rows[move.source]) for move in moves if move.rank == here]

@@ -40,6 +40,8 @@ class ComposedExperts:
     """
 
     communicator_backend = "auto"
+    shares_weights = False
+    """Experts of balanced batches travel as messages."""
     checks_tokens = True
     """Its dispatch is one that anybody may call."""
 

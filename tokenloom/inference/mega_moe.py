@@ -209,7 +209,7 @@ class MegaMoE:
             if schedule is not None and not isinstance(schedule, MegaSchedule):
                 raise InvalidArgument(f"schedule is {schedule!r}, expected a MegaSchedule, or None")
             require_recipe(recipe)
-            if rejoin and balance is not None and backend == "nvlink":
+            if rejoin and balance is not None and implementation.shares_weights:
                 raise InvalidArgument(
                     "rejoin=True with balance='batch': peers read weights in memory that all make together; make "
                     "the layers of all ranks anew"

@@ -71,6 +71,8 @@ class NvlinkExperts:
     """
 
     communicator_backend = "nvlink"
+    shares_weights = True
+    """Peers read weights where batches are balanced."""
     checks_tokens = False
     """Its dispatch takes checked ones."""
 

@@ -12,7 +12,7 @@ from tokenloom.jit.kernel import Kernel
 from tokenloom.kernels.common import spec_of
 from tokenloom.kernels.slots_of_routes import launch
 from tokenloom.kernels.split_batch import launch as split_launch
-from tokenloom.ops.split_batch import EMPTY, Share, routes_of_slots, split_batch
+from tokenloom.ops.split_batch import EMPTY, TAKEN, Share, routes_of_slots, split_batch
 
 
 def require_room(device: torch.device, num_experts: int) -> None:
@@ -64,7 +64,8 @@ class SlotTable:
     Attributes:
         starts: int32 [E + 1], where the slots of each expert begin in ``slots``.
         slots: int32 [W * S].
-        experts: int32 [W * S], the expert in each slot, -1 for none, and for all slots of ranks that are gone.
+        experts: int32 [W * S], the expert in each slot, -1 for none, and for all slots of ranks that are gone; -2 for
+            slots that experts are on their way to.
         masked: int32 [W], 1 for ranks that are gone.
     """
 
@@ -78,12 +79,15 @@ class SlotTable:
         self._split_variant = split_launch.SplitBatchVariant(num_ranks, num_experts, slots_per_rank)
         self._split_kernel: Kernel | None = None
 
-    def write(self, slots_by_expert: Sequence[Sequence[int]], masked: Collection[int] = ()) -> None:
+    def write(
+        self, slots_by_expert: Sequence[Sequence[int]], masked: Collection[int] = (), taken: Collection[int] = ()
+    ) -> None:
         """Replace the slots of all experts, in the order of the current stream.
 
         Args:
             slots_by_expert: slots of each expert, ascending; none where all are on ranks that are gone.
             masked: ranks that are gone.
+            taken: slots that experts are on their way to.
         """
         starts, flat, experts = [0], list[int](), [EMPTY] * len(self.slots)
         for expert, slots in enumerate(slots_by_expert):
@@ -91,6 +95,9 @@ class SlotTable:
             starts.append(len(flat))
             for slot in slots:
                 experts[slot] = expert
+        for slot in taken:
+            if experts[slot] == EMPTY:
+                experts[slot] = TAKEN
         flat += [0] * (len(self.slots) - len(flat))
         write_numbers(self.starts, starts)
         write_numbers(self.slots, flat)

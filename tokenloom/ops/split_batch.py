@@ -22,6 +22,8 @@ import numpy as np
 
 EMPTY = -1
 """What a table has for a slot that holds no expert."""
+TAKEN = -2
+"""And for one that holds none yet, and that nobody else may fill: an expert is on its way there."""
 
 
 class Share(NamedTuple):
@@ -70,14 +72,14 @@ def split_batch(
 
     Args:
         counts: integers [W, E], routes of each source rank to each expert.
-        table: for each rank, the expert in each of its slots, -1 for an empty one.
+        table: for each rank, the expert in each of its slots, EMPTY, or TAKEN.
         masked: ranks that take no part.
         rows_per_pull: routes that a rank computes in the time in which it pulls an expert.
         always: split whether it pays or not.
     """
     num_ranks, per_rank = len(table), len(table[0])
     experts = [EMPTY if rank in masked else expert for rank, row in enumerate(table) for expert in row]
-    slot_of = {(slot // per_rank, expert): slot for slot, expert in reversed([*enumerate(experts)]) if expert != EMPTY}
+    slot_of = {(slot // per_rank, expert): slot for slot, expert in reversed([*enumerate(experts)]) if expert >= 0}
     empty = [
         [rank * per_rank + slot for slot, expert in enumerate(row) if expert == EMPTY and rank not in masked]
         for rank, row in enumerate(table)
@@ -85,11 +87,11 @@ def split_batch(
     left = routes_of_slots(counts, experts).sum(0).tolist()
     loads = [sum(left[rank * per_rank : (rank + 1) * per_rank]) for rank in range(num_ranks)]
     mean = -(-sum(loads) // max(1, num_ranks - len(masked)))
-    nothing = Split(experts, [], max(loads), max(loads), 0)
+    nothing = Split([max(EMPTY, each) for each in experts], [], max(loads), max(loads), 0)
 
     surplus = [load - mean for load in loads]
     helpers = list(range(num_ranks))
-    after, shares = list(experts), list[Share]()
+    after, shares = list(nothing.slot_experts), list[Share]()
     pulls, sends = [0] * num_ranks, [0] * num_ranks
     while (total := sum(each for each in surplus if each > 0)) and helpers:
         giver = max(range(num_ranks), key=lambda rank: (surplus[rank], -rank))
@@ -125,11 +127,11 @@ def routes_of_slots(counts: np.ndarray, experts: Sequence[int]) -> np.ndarray:
 
     Args:
         counts: integers [W, E].
-        experts: the expert in each slot, -1 for none.
+        experts: the expert in each slot, negative for none.
     """
     slots_of: dict[int, list[int]] = {}
     for slot, expert in enumerate(experts):
-        if expert != EMPTY:
+        if expert >= 0:
             slots_of.setdefault(expert, []).append(slot)
     found = np.zeros((len(counts), len(experts)), dtype=np.int64)
     sources = np.arange(len(counts))

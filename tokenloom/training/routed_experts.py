@@ -145,7 +145,8 @@ class _RoutedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         backward = _Backward(ctx, grad)
-        with ctx.engine.sequence(*backward.calls()):
+        with ctx.engine.sequence(*backward.calls()) as sequence:
+            sequence.ends_in_transfers = ctx.pulled is not None and bool(ctx.pulled.pulls)
             grads = backward.run()
         return *grads, *[None] * (len(ctx.needs_input_grad) - DIFFERENTIABLE)
 
@@ -191,7 +192,9 @@ class _Forward:
         computed = [self.transfers.mark()] * 2
         handle, rows, arrival = self._begin_dispatch(0, computed[0])()
         if self.batch is not None and self.batch.split is not None:
-            self.pulled = PulledExperts(self.engine, self.batch)
+            arrival.wait()  # the split was made on the stream of transfers, for whose end no host may have waited
+            with self.engine.ranks.telling():  # whoever lists them waits for the others next, in no call
+                self.pulled = PulledExperts(self.engine, self.batch)
             self.pulled.pull(self.experts.tensors)
         homecomings: list[RunningTransfer] = []
         for number, tokens in enumerate(self.slices):
@@ -306,11 +309,11 @@ class _Backward:
         self._load()
         experts = self.experts
         pulled: PulledExperts | None = self.ctx.pulled
-        if pulled is not None:  # again: other batches may have filled their slots since
-            pulled.pull(experts.tensors)
         begin = self.transfers.mark()
         for _ in range(self.ahead):
             self._dispatch_next(begin)
+        if pulled is not None:  # again: other batches may have filled their slots since
+            pulled.pull(experts.tensors)  # behind the first call, by which others hear of what has failed before
         homecomings: list[RunningTransfer] = []
         for_w1: list[tuple[Piece, torch.Tensor]] = []
         for piece in self.pieces:

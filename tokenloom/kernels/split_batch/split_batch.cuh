@@ -11,7 +11,7 @@ struct SplitBatchArgs {
     const int32* counts;   // [W, E], routes of each source to each expert; fewer than 2^31 in all
     const int32* starts;   // [E + 1], where the slots of each expert begin in `slots`
     const int32* slots;    // slots of all experts, ascending for each
-    const int32* experts;  // [W * S], the expert in each slot, -1 for none, and for all of masked ranks
+    const int32* experts;  // [W * S], the expert in each slot, -1 for none, and for all of masked ranks; -2: taken
     const int32* masked;   // [W], whether a rank takes no part
     Share* shares;         // [(W - 1) * S], of each slot the last routes come first
     int32* summary;        // rows of the fullest rank by the placement and by the split, most pulls by or from a rank, shares
@@ -25,6 +25,7 @@ struct SplitBatchArgs {
 };
 
 constexpr int32 kNoNumber = 0x7fffffff;
+constexpr int32 kEmpty = -1;
 
 template <class Shape>
 struct SplitMemory {
@@ -143,7 +144,7 @@ __device__ __forceinline__ void split_loads(const SplitBatchArgs& args, SplitMem
                 const int i = lane + 32 * j;
                 if (i >= kPerRank) continue;
                 const int32 here = experts[i];
-                found = min(found, here == expert ? i : here < 0 ? kPerRank + i : kNoNumber);
+                found = min(found, here == expert ? i : here == kEmpty ? kPerRank + i : kNoNumber);
             }
             found = __reduce_min_sync(~0u, found);
             if (found == kNoNumber) break;
@@ -219,7 +220,7 @@ __device__ void split_batch(const SplitBatchArgs& args) {
     __syncthreads();
     const bool is_split = memory.is_split;
     for (int slot = threadIdx.x; slot < Memory::kSlots; slot += Shape::threads) {
-        args.slot_experts[slot] = is_split ? memory.experts[slot] : args.experts[slot];
+        args.slot_experts[slot] = max(kEmpty, is_split ? memory.experts[slot] : args.experts[slot]);
         args.heads[slot] = is_split ? memory.heads[slot] : -1;
     }
 }
