@@ -82,16 +82,14 @@ CombineValues = tuple[Any, Any, Any, Any]
 """The values of :class:`CombineArguments`."""
 
 
-def dispatch_options(
-    plan: Plan, able: Capabilities, arguments: DispatchArguments, even: bool = False
-) -> DispatchOptions:
+def dispatch_options(plan: Plan, able: Capabilities, given: DispatchArguments, even: bool = False) -> DispatchOptions:
     """The options of a dispatch, with the default sizes and the default capacity filled in.
 
     Args:
         able: what the communicator's backend can do.
         even: batches are split, so that ranks get even parts of them.
     """
-    layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout, recipe = arguments
+    layout, alignment, sizes, capacity, to_fp8, power_of_two_scales, strategy, scale_layout, recipe = given
     if layout not in able.layouts:
         raise InvalidArgument(f"layout is {layout!r}, expected one of {', '.join(able.layouts)}")
     if sizes is None:
