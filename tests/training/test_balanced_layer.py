@@ -282,6 +282,7 @@ def nothing_beside(experts: tl.RoutedExperts) -> None:
         assert not local_part(weight.grad)[empty].any()  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(emulator.ON, reason="its ranks share a process, and other tests mask those of kernels")
 @on_ranks("four")
 def test_an_owner_is_masked_before_backward(context: RankContext) -> None:

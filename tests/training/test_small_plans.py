@@ -16,7 +16,7 @@ EMULATED = True
 
 def test_a_weight_changed_before_backward(hoppers: Ranks) -> None:
     """The others open as many calls as the rank that fails expects: none that agrees on memory comes in between."""
-    hoppers.run(changed_in_place)
+    hoppers.run(changed_in_place, {})
 
 
 def test_a_pool_too_small(hoppers: Ranks) -> None:
