@@ -41,7 +41,7 @@ HANDSHAKE = (
       "comm.autograd:_save_a_mark", "torch._C._autograd._top_saved_tensors_default_hooks(True) is not None", "False",
       "tests/comm/test_regions.py::test_a_region_that_runs_again"),
     M("faults-of-plain-calls-stay-here", "a fault in a call with nothing around it is not told to the others",
-      "comm.calls:UserCall.run", "[] if engine.open_calls.count > opened else [self.upcoming()]", "[]",
+      "comm.calls:UserCall.run", "self.calls()[engine.open_calls.count - opened :]", "[]",
       "tests/comm/test_errors.py::test_dispatch_fault"),
     M("peer-error-names-another", "PeerError names the rank after the one that failed",
       "runtime.openings:Opening.raise_fault", "PeerError(rank, reasons[rank])",
