@@ -49,7 +49,8 @@ PIECES = "tests/training/test_routed_experts.py::test_"
 
 LAYERS = (
     M("layers-fail-alone", "the others wait for a layer whose experts have failed on one rank",
-      "training.routed_experts:_Forward.run", "self.engine.sequence(*self.engine.with_counts(calls))", "self.engine.sequence()",
+      "training.routed_experts:_Forward.run", "self.engine.sequence(*self.engine.with_counts(calls))",
+      "self.engine.sequence()",
       f"{PIECES}a_fault_in_a_piece"),
     M("gradients-fail-alone", "the others wait for gradients of a layer that one rank could not compute",
       "training.routed_experts:_RoutedExperts.backward", "ctx.engine.sequence(*backward.calls())",

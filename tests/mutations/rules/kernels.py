@@ -203,7 +203,8 @@ GEMM_TILES = (
 
 SPLITS = (
     M("helpers-pull-what-they-have", "a helper computes an expert that it has in another slot, too",
-      "kernels/split_batch/split_batch.cuh:split_loads", "here == expert ? i : here == kEmpty", "here == kEmpty", SPLIT),
+      "kernels/split_batch/split_batch.cuh:split_loads", "here == expert ? i : here == kEmpty", "here == kEmpty",
+      SPLIT),
     M("masked-ranks-help", "a rank that is gone gets routes of others",
       "kernels/split_batch/split_batch.cuh:split_loads", "&& !is_masked[j]", "", SPLIT),
     M("all-sources-are-earlier", "the routes of a source come behind those of all sources",
