@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenloom as tl
-from tokenloom.comm.placement import EMPTY
 from tokenloom.comm.plan_replicas import copies
+from tokenloom.ops.split_batch import EMPTY
 
 
 def plan(counts: Any, num_ranks: int, slots: int, current: Any = None) -> np.ndarray:

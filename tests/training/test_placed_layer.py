@@ -58,6 +58,16 @@ def near(got: torch.Tensor, want: torch.Tensor, what: str, tolerance: float = TO
     assert error <= tolerance * max(1.0, want.abs().max().item() if want.numel() else 1.0), f"{what}: {error}"
 
 
+def same_gradients(
+    layer: tl.ExpertParallelMoE, x: torch.Tensor, other: tl.ExpertParallelMoE, other_x: torch.Tensor
+) -> None:
+    """Of two layers and their tokens, bit for bit, but for those of experts."""
+    assert torch.equal(x.grad, other_x.grad)  # type: ignore[arg-type]
+    for name, weight in layer.named_parameters():
+        if not name.startswith("experts."):
+            assert torch.equal(weight.grad, other.get_parameter(name).grad), name  # type: ignore[arg-type]
+
+
 class RowByRow:
     """GEMMs each of whose rows is computed alike, whatever the number of rows: terms are added one by one."""
 
@@ -127,10 +137,7 @@ def test_same_bits(context: RankContext, options: dict[str, Any], routes: str) -
             )
             again = batch(context, CASE)
             assert torch.equal(one_backward(layer, again, **given), want)
-            assert torch.equal(again.grad, x.grad)  # type: ignore[arg-type]
-            for name, weight in layer.named_parameters():
-                if not name.startswith("experts."):
-                    assert torch.equal(weight.grad, plain.get_parameter(name).grad), name  # type: ignore[arg-type]
+            same_gradients(layer, again, plain, x)
             layer.comm.check()
 
 

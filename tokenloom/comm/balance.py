@@ -57,7 +57,7 @@ class Balance:
     def __init__(self, rows_per_pull: int, device: torch.device) -> None:
         self.rows_per_pull = rows_per_pull
         with torch.inference_mode(False):  # batches are counted in any mode
-            self._sums = torch.zeros(len(BalanceStats(0, 0, 0, 0, 0)), dtype=torch.int64, device=device)
+            self._sums = torch.tensor(BalanceStats(0, 0, 0, 0, 0), dtype=torch.int64, device=device)
             self._one = torch.ones(1, dtype=torch.int64, device=device)
 
     def add(self, summary: torch.Tensor) -> None:
@@ -79,7 +79,7 @@ class Balance:
             return f"each batch is split over ranks, where that evens them; {where}"
         return (
             f"each batch is split over ranks where the fullest one gets rid of {self.rows_per_pull} rows or more for "
-            f"each expert that a helper pulls; {where}"
+            f"each expert that a rank pulls, or that others pull from it; {where}"
         )
 
 

@@ -90,9 +90,10 @@ class Communicator:
             and :func:`tokenloom.pull_experts` brings the weights. ``combine`` sums per route by default then, which
             gives the bits that no split gives. The other modes' sums depend on the split.
         rows_per_pull: routes that a rank computes in the time in which it pulls an expert's weights. A batch is split
-            only where the fullest rank gets rid of so many for each pulled expert. But layout "expert" with a capacity
-            is always split. None: on GPUs by rates of links and GEMMs, about 1,900 for weights of two bytes, which a
-            communicator without ``dtype`` takes them for; elsewhere 0. ``describe()`` has the number.
+            only where the fullest rank gets rid of so many for each expert that a rank pulls, or that others pull from
+            it. But layout "expert" with a capacity is always split. None: on GPUs by rates of links and GEMMs, about
+            1,900 for weights of two bytes, which a communicator without ``dtype`` takes them for; elsewhere 0.
+            ``describe()`` has the number.
         rejoin: come back to the ranks of the group, which have masked this one and have their communicator still. It
             waits until they call ``unmask_ranks``, ``open_timeout_s`` long.
 

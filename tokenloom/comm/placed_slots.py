@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from tokenloom.comm.placement import EMPTY, Placement
+from tokenloom.comm.placement import Placement
 from tokenloom.ops.slots_of_routes import BatchSplit, SlotTable, write_numbers
+from tokenloom.ops.split_batch import EMPTY
 
 
 class PlacedBatch(NamedTuple):
@@ -19,14 +20,12 @@ class PlacedBatch(NamedTuple):
         slot_experts: int32 [slots_per_rank], the expert in each slot of this rank for this batch, -1 for none.
         placement: that ruled.
         split: of a balanced batch.
-        masked: ranks that the split leaves out, the same on all others.
     """
 
     slot_ids: torch.Tensor
     slot_experts: torch.Tensor
     placement: Placement
     split: BatchSplit | None = None
-    masked: frozenset[int] = frozenset()
 
 
 class PlacedSlots:
@@ -101,4 +100,4 @@ class PlacedSlots:
         split = self.table.split(counts, rows_per_pull, always, stream)
         experts = split.slot_experts.view(self.placement.num_ranks, -1)[self._rank]
         slot_ids = self.table.slots_of_routes(topk_ids, stream, split)
-        return PlacedBatch(slot_ids, experts, self.placement, split, self._masked)
+        return PlacedBatch(slot_ids, experts, self.placement, split)

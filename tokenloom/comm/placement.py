@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 from tokenloom.errors import InvalidArgument, ShapeMismatch, a_type
+from tokenloom.ops.split_batch import EMPTY
 from tokenloom.plan import Plan
-
-EMPTY = -1
-"""What a table has for a slot that holds no expert."""
 
 
 class Placement:

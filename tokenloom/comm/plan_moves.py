@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenloom.comm.placement import EMPTY, Placement
+from tokenloom.comm.placement import Placement
 from tokenloom.errors import InvalidArgument
+from tokenloom.ops.split_batch import EMPTY
 
 Slot = tuple[int, int]
 """A rank, and the slot of it."""

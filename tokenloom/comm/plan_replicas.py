@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenloom.comm.placement import EMPTY, Placement
+from tokenloom.comm.placement import Placement
 from tokenloom.errors import InvalidArgument, ShapeMismatch, a_type
+from tokenloom.ops.split_batch import EMPTY
 
 UNITS = 2**26
 """Load of all experts together, at most. Squares of it, summed over ranks, fit into 64 bits."""

@@ -11,10 +11,11 @@ from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.engine import Engine
 from tokenloom.comm.move_experts import SlotBytes
 from tokenloom.comm.placed_slots import PlacedBatch
-from tokenloom.comm.placement import EMPTY, Placement
+from tokenloom.comm.placement import Placement
 from tokenloom.comm.routed import Routed
 from tokenloom.comm.slot_rows import Move, Slot, copy_from_owners, living_slots, sum_at_owners
 from tokenloom.errors import InvalidArgument, raised_by_all, require_type
+from tokenloom.ops.split_batch import EMPTY
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.runtime.streams import on_device
 from tokenloom.runtime.torch_modes import require_eager

@@ -10,8 +10,9 @@ import torch
 
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.move_experts import SlotBytes
-from tokenloom.comm.placement import EMPTY, Placement
+from tokenloom.comm.placement import Placement
 from tokenloom.errors import DtypeMismatch, InvalidArgument, ShapeMismatch, a_type, require_type
+from tokenloom.ops.split_batch import EMPTY
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.runtime.streams import on_device
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -81,7 +80,7 @@ class ComposedExperts:
 
     def own_weights(self, given: Experts) -> Experts:
         """Copy weights that were converted."""
-        return replace(given, weights=tuple(tensor.clone() for tensor in given.weights))
+        return given.with_own_weights()
 
     def require_foreign_weights(self) -> None:
         """Weights may be in any memory: they travel as messages."""

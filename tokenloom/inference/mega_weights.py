@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ class Experts:
     def tensors(self) -> list[torch.Tensor]:
         """All that there are, in a fixed order."""
         return [*self.weights, *self.packed, *(bias for bias in self.biases if bias is not None)]
+
+    def with_own_weights(self) -> Experts:
+        """The same with copies of the weights, which may be the caller's."""
+        return replace(self, weights=tuple(tensor.clone() for tensor in self.weights))
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Experts:
         """The same with others in their places, which lie as ``tensors``."""

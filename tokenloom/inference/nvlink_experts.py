@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -117,7 +117,7 @@ class NvlinkExperts:
     def own_weights(self, given: Experts) -> Experts:
         """Copy weights that were converted. Collective where batches are balanced: peers read them then."""
         if self._comm.engine.balance is None:
-            return replace(given, weights=tuple(tensor.clone() for tensor in given.weights))
+            return given.with_own_weights()
         self._peer_weights = PeerWeights(self._comm.engine, given.tensors)
         return given.with_tensors(self._peer_weights.tensors)
 

@@ -64,7 +64,7 @@ def count_experts(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     ids = topk_ids.flatten().long()
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-    return counts.scatter_add_(0, ids, torch.ones_like(ids))[:num_experts]
+    return counts.scatter_add_(0, ids, counts.new_ones(1).expand_as(ids))[:num_experts]
 
 
 def ids_of(send: SendMap, num_tokens: int, experts_per_rank: int) -> torch.Tensor:

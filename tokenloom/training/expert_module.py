@@ -19,11 +19,12 @@ from tokenloom.backends.seam import STRATEGY_OF_MODE, Capabilities, Strategy, Up
 from tokenloom.comm import checks
 from tokenloom.comm.communicator import Communicator
 from tokenloom.comm.move_experts import PIECE_BYTES, MovingExperts, move_experts
-from tokenloom.comm.placement import EMPTY, Placement
+from tokenloom.comm.placement import Placement
 from tokenloom.comm.slot_rows import copy_from_owners
 from tokenloom.errors import DeviceMismatch, DtypeMismatch, InvalidArgument, ShapeMismatch
 from tokenloom.ops.autocast import autocast_dtype
 from tokenloom.ops.experts import PLAIN, ExpertForm
+from tokenloom.ops.split_batch import EMPTY
 from tokenloom.plan import PLAIN_WEIGHTS, SWIGLU, Activation, WeightLayout
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.runtime.torch_modes import breaks_graph, require_eager, settled
@@ -107,7 +108,8 @@ class RoutedExperts(nn.Module):
         w1: [E, 2I, H], gate rows first, then up rows. [E, I, H] where the activation is not gated. ``weight_layout``
             may say otherwise, for w2 too. Where there is a process group, all weights are DTensors over its ranks,
             and ``to_local()`` is this rank's part, L = E / W experts, in the same memory. With a placement they have
-            a row for each slot of each rank instead of E, and zeros in empty slots; state dicts have E rows still.
+            a row for each slot of each rank instead of E, and zeros in empty slots, or what a balanced
+            batch has pulled there; state dicts have E rows still.
         w2: [E, H, I].
         w1_bias: [E, 2I] in the order of w1's rows, or None without biases.
         w2_bias: [E, H], or None without biases.

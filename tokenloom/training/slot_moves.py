@@ -14,9 +14,10 @@ from typing import Any, Literal
 import torch
 
 from tokenloom.comm.engine import Engine
-from tokenloom.comm.placement import EMPTY, Placement
+from tokenloom.comm.placement import Placement
 from tokenloom.comm.slot_rows import Move, arrivals, living_slots
 from tokenloom.errors import InvalidArgument
+from tokenloom.ops.split_batch import EMPTY
 from tokenloom.runtime.rank_group import RankGroup
 from tokenloom.runtime.rendezvous import agree
 from tokenloom.runtime.streams import on_device

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from tokenloom.comm.placement import EMPTY, Placement
+from tokenloom.comm.placement import Placement
 from tokenloom.comm.slot_rows import Move
 from tokenloom.errors import InvalidArgument, ShapeMismatch
+from tokenloom.ops.split_batch import EMPTY
 from tokenloom.training.shards import local_part, own_part, spread
 from tokenloom.training.slot_moves import Held, agreed, moved, moves_between, rows_of_slots, terms_of
 

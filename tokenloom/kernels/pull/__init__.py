@@ -1,1 +1,0 @@
-"""Experts on their way to helpers."""
